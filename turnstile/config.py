@@ -159,7 +159,7 @@ def parse_listen(text: str, bare_host: str = "") -> str:
     Besides endpoint strings these are understood: ``11434`` and ``:11434`` (all IPv4 interfaces,
     or ``bare_host`` if that is given), ``host:11434``, ``[::1]:11434``.
     """
-    if not text.isprintable() or "\\" == text[-1:]:
+    if not text.isprintable() or text[-1:] == "\\":
         raise ConfigError(f"{text!r} is not a listening address")
     kind = text.partition(":")[0]
     if kind not in _ENDPOINT_TYPES or kind == text:
@@ -179,7 +179,7 @@ def parse_listen(text: str, bare_host: str = "") -> str:
                 raise ConfigError(f"{text!r}: {host!r} is not a host name")
             interface = host.replace(":", "\\:")
             return f"tcp:{port}:interface={interface}" if host else f"tcp:{port}"
-        if kind == text or text.count(":") > 1 and "=" not in text:
+        if kind == text or (text.count(":") > 1 and "=" not in text):
             raise ConfigError(
                 f"{text!r} is not a listening address (like :11434, 127.0.0.1:11434,"
                 " [::1]:11434, or a Twisted endpoint such as unix:/run/turnstile.sock)"
@@ -217,9 +217,10 @@ def _check_endpoint(text: str) -> None:
             if not port.isdecimal() or not port.isascii():
                 raise ValueError("the port is missing or not a number")
             _check_port(port, text)
-        if kind == "unix" and not (positional[:1] or [named.get("address")])[0]:
+        if kind == "unix" and not (positional[0] if positional else named.get("address")):
             raise ValueError("the path is missing")
-        endpoints.serverFromString(_NoReactor(), text)
+        parse: Callable[[object, str], object] = endpoints.serverFromString
+        parse(_NoReactor(), text)
     except ConfigError:
         raise
     except Exception as error:
@@ -639,7 +640,7 @@ def _parse_line(raw: bytes) -> tuple[str, str] | None:
         line = raw.decode("utf-8")
     except UnicodeDecodeError:
         raise ValueError("not UTF-8 text") from None
-    if any(ord(char) < 0x20 and char != "\t" or ord(char) == 0x7F for char in line):
+    if any((ord(char) < 0x20 and char != "\t") or ord(char) == 0x7F for char in line):
         raise ValueError("a control character")
     line = line.strip(" \t")
     if not line or line.startswith("#"):
@@ -671,7 +672,7 @@ def format_env_file(values: Mapping[str, str]) -> str:
     for key, value in values.items():
         if not _KEY.fullmatch(key):
             raise ValueError(f"{key!r} can't be the name of a setting")
-        if any(ord(char) < 0x20 and char != "\t" or ord(char) == 0x7F for char in value):
+        if any((ord(char) < 0x20 and char != "\t") or ord(char) == 0x7F for char in value):
             raise ValueError(f"the value of {key} contains control characters")
         if not re.fullmatch(r"[A-Za-z0-9_./:@%+,=\[\]-]*", value):
             escaped = re.sub(r'([\\"$`])', r"\\\1", value)
@@ -751,9 +752,7 @@ def load(
         try:
             values[setting.field] = setting.parse(text)
         except ValueError as error:
-            label = source if source.endswith(setting.env) else f"{source} ({setting.env})"
-            if source.startswith("--"):
-                label = source
+            label = f"{source}: {setting.env}" if source.startswith(f"{path}:") else source
             raise ConfigError(f"{label}: {error}") from None
         sources[setting.field] = source
     config = Config(

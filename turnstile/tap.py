@@ -1,0 +1,161 @@
+"""``twistd turnstile``: the options, made from the table in `turnstile.config`, and the wiring."""
+
+import os
+import sys
+import textwrap
+from collections.abc import Mapping
+from typing import IO, Any, NoReturn
+
+from twisted.application.service import MultiService
+from twisted.logger import ILogObserver
+from twisted.python import usage
+from twisted.python.components import Componentized
+
+from turnstile import __version__, exitcode
+from turnstile.config import DEFAULT_FILE, FILE_VARIABLE, SETTINGS, Config, ConfigError, load
+from turnstile.log import LogFile, Observer, Sink, StreamSink, SyslogSink, make_observer
+
+
+def _fail(message: str) -> NoReturn:
+    """Say it in one line and leave; twistd would add a page of help."""
+    print(f"turnstile: {' '.join(message.split())}", file=sys.stderr)
+    raise SystemExit(exitcode.EXIT_CONFIG)
+
+
+def _parameters() -> list[list[str | None]]:
+    rows: list[list[str | None]] = []
+    for setting in SETTINGS:
+        for option in (setting.option, *setting.option_aliases):
+            rows.append([option, None, None, setting.help])
+    rows.append(["config", None, None, "The configuration file."])
+    return rows
+
+
+class Options(usage.Options):
+    """Every setting as an option; values are checked once all are known."""
+
+    optParameters = _parameters()
+    synopsis = "[options]"
+
+    #: The configuration, after `postOptions`.
+    config: Config
+
+    def __init__(self, environ: Mapping[str, str] | None = None) -> None:
+        self.environ = os.environ if environ is None else environ
+        super().__init__()
+
+    def parseOptions(self, options: Any = None) -> None:
+        """Parse; anything wrong ends the process with one line."""
+        try:
+            super().parseOptions(options)
+        except usage.UsageError as error:
+            _fail(f"{error} (see twistd turnstile --help)")
+
+    def parseArgs(self, *args: str) -> None:
+        """There are no arguments but options."""
+        if args:
+            raise usage.UsageError(f"{args[0]!r} is not an option")
+
+    def postOptions(self) -> None:
+        """Put the configuration together."""
+        try:
+            self.config = load(self, self.environ)
+        except ConfigError as error:
+            _fail(str(error))
+
+    def opt_version(self) -> NoReturn:
+        """Print turnstile's version and exit."""
+        print(f"turnstile {__version__}")
+        raise SystemExit(0)
+
+    def getUsage(self, width: int | None = None) -> str:
+        """The help: each option with its variable, its default and its meaning."""
+        width = max(40, width or _columns(self.environ))
+        lines = [
+            "Options; each is also an environment variable and a line of the configuration file:",
+            "",
+        ]
+        for setting in SETTINGS:
+            names = ", ".join(f"--{name}" for name in (setting.option, *setting.option_aliases))
+            variables = ", ".join((setting.env, *setting.env_aliases))
+            default = setting.default or "empty"
+            lines.append(f"  {names} {setting.kind.metavar}")
+            lines += textwrap.wrap(
+                f"{setting.help} [{variables}; default: {default}]",
+                width,
+                initial_indent="        ",
+                subsequent_indent="        ",
+                break_on_hyphens=False,
+                break_long_words=False,
+            )
+        lines += [
+            "  --config FILE",
+            f"        The configuration file, KEY=VALUE lines. [{FILE_VARIABLE}; default:",
+            f"        {DEFAULT_FILE}, if it exists]",
+            "  --version",
+            "        Print turnstile's version and exit.",
+            "  --help",
+            "        Print this help and exit.",
+            "",
+            "An option wins over an environment variable, that over the file. Durations are",
+            "written 500ms, 1m30s, 1.5h, or as plain seconds. An empty value means the default.",
+            "",
+        ]
+        return "\n".join(lines)
+
+
+def _columns(environ: Mapping[str, str]) -> int:
+    columns = environ.get("COLUMNS", "")
+    return int(columns) if columns.isdecimal() and len(columns) < 5 else 80
+
+
+class Root(MultiService):
+    """What twistd starts. Brings the log observer along, so that twistd makes none of its own."""
+
+    def __init__(self, observer: Observer | None) -> None:
+        super().__init__()
+        self._observer = observer
+
+    def setServiceParent(self, parent: Any) -> None:
+        """Called by twistd with the application, before logging begins."""
+        if self._observer is not None and isinstance(parent, Componentized):
+            parent.setComponent(ILogObserver, self._observer)
+        super().setServiceParent(parent)
+
+
+def _log_sink(twistd: Mapping[str, Any]) -> tuple[IO[Any] | Sink, bool]:
+    """Where twistd's own options send the log, and whether that is a terminal."""
+    if twistd.get("syslog"):
+        return SyslogSink(twistd.get("prefix") or "turnstile"), False
+    logfile = twistd.get("logfile")
+    # An Options of its own (tests, other runners) has no parent: not a daemon.
+    foreground = bool(twistd.get("nodaemon", not twistd)) or bool(twistd.get("debug"))
+    if logfile == "-" and not foreground:
+        raise ConfigError("a daemon can't log to standard output (--logfile=-)")
+    if logfile and logfile != "-":
+        return LogFile(logfile), False
+    if not foreground:
+        return LogFile("twistd.log"), False
+    stream = sys.stdout if logfile == "-" else sys.stderr
+    return StreamSink(stream), stream.isatty()
+
+
+def makeService(options: Options, reactor: Any = None) -> MultiService:
+    """The service that twistd runs, made from parsed ``options``."""
+    config = options.config
+    twistd: Mapping[str, Any] = options.parent if options.parent is not None else {}
+    try:
+        if config.log_file is not None:
+            sink, isatty = StreamSink(sys.stderr), False
+        else:
+            sink, isatty = _log_sink(twistd)  # type: ignore[assignment]
+        observer = make_observer(config, sink, isatty, options.environ)
+    except ConfigError as error:
+        _fail(str(error))
+    from turnstile.service import TurnstileService
+
+    if reactor is None:
+        from twisted.internet import reactor
+    root = Root(observer)
+    TurnstileService(config, reactor=reactor).setServiceParent(root)
+    return root
