@@ -425,7 +425,7 @@ class Config:
         _listen(),
         ":11434",
         "Where Ollama's clients connect: :PORT (all IPv4 interfaces), HOST:PORT, [IPV6]:PORT,"
-        " or a Twisted endpoint (tcp:…, unix:…, ssl:…, systemd:…).",
+        " or a Twisted endpoint (tcp:, unix:, ssl:, systemd:).",
     )
     listen_comfy: str = _setting(
         "LISTEN_COMFY", _listen(), ":8188", "Where ComfyUI's clients connect; as above."

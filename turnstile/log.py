@@ -283,6 +283,8 @@ def render_text(event: Mapping[str, Any], level: str, colour: bool) -> str:
                 arrow = f"{arrow} {status}"
             message = f"{tint}{arrow}{_RESET} {rest}"
     shown = _names_in(_text(event.get("log_format") or ""))
+    if "turnstile_request" in event:
+        shown |= {"status", "duration"}
     pairs = [
         f" {escape(key)}={_quote(_pair_value(key, value))}"
         for key, value in _fields(event)
@@ -355,9 +357,9 @@ def log_request_out(
     if engine:
         fields["engine"] = engine
     _requests.info(
-        "<-- {shown} {method} {target} {took}",
-        shown=status or "---",
-        took=f"{duration:.3f}s",
+        "<-- {turnstile_status} {method} {target} {turnstile_took}",
+        turnstile_status=status or "---",
+        turnstile_took=f"{duration:.3f}s",
         method=_text(method),
         target=redact_target(target),
         status=status,

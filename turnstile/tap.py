@@ -42,12 +42,12 @@ class Options(usage.Options):
 
     def __init__(self, environ: Mapping[str, str] | None = None) -> None:
         self.environ = os.environ if environ is None else environ
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
 
     def parseOptions(self, options: Any = None) -> None:
         """Parse; anything wrong ends the process with one line."""
         try:
-            super().parseOptions(options)
+            super().parseOptions(options)  # type: ignore[no-untyped-call]
         except usage.UsageError as error:
             _fail(f"{error} (see twistd turnstile --help)")
 
@@ -72,7 +72,7 @@ class Options(usage.Options):
         """The help: each option with its variable, its default and its meaning."""
         width = max(40, width or _columns(self.environ))
         lines = [
-            "Options; each is also an environment variable and a line of the configuration file:",
+            "Options; each is an environment variable and a line of the file as well:",
             "",
         ]
         for setting in SETTINGS:
@@ -98,7 +98,7 @@ class Options(usage.Options):
             "        Print this help and exit.",
             "",
             "An option wins over an environment variable, that over the file. Durations are",
-            "written 500ms, 1m30s, 1.5h, or as plain seconds. An empty value means the default.",
+            "written 500ms, 1m30s, 1.5h, or in seconds. An empty value means the default.",
             "",
         ]
         return "\n".join(lines)
@@ -113,14 +113,14 @@ class Root(MultiService):
     """What twistd starts. Brings the log observer along, so that twistd makes none of its own."""
 
     def __init__(self, observer: Observer | None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._observer = observer
 
     def setServiceParent(self, parent: Any) -> None:
         """Called by twistd with the application, before logging begins."""
         if self._observer is not None and isinstance(parent, Componentized):
             parent.setComponent(ILogObserver, self._observer)
-        super().setServiceParent(parent)
+        super().setServiceParent(parent)  # type: ignore[no-untyped-call]
 
 
 def _log_sink(twistd: Mapping[str, Any]) -> tuple[IO[Any] | Sink, bool]:

@@ -1,0 +1,30 @@
+"""Shared by all tests: one that hangs ends the run, with every stack printed."""
+
+import faulthandler
+import os
+import sys
+
+import pytest
+
+HANG_LIMIT = 120.0
+
+
+def pytest_configure(config):
+    config.hang_report = os.fdopen(os.dup(sys.__stderr__.fileno()), "w")
+
+
+def pytest_unconfigure(config):
+    faulthandler.cancel_dump_traceback_later()
+    config.hang_report.close()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item, nextitem):
+    marker = item.get_closest_marker("limit")
+    limit = float(marker.args[0]) if marker else HANG_LIMIT
+    # A hard exit: nothing softer works on a reactor that is stuck.
+    faulthandler.dump_traceback_later(limit, exit=True, file=item.config.hang_report)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
