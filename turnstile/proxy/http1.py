@@ -1,0 +1,539 @@
+"""HTTP/1.1 heads and message framing, strict and without I/O (RFC 9112).
+
+Heads are always parsed whole and written anew; bodies are only *framed*: the trackers say how many of the bytes at
+hand belong to the message, and those bytes are forwarded as they are. Whatever two parsers could read in two ways
+is refused, since such a message may carry a second request past the lock (request smuggling).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+Headers = list[tuple[bytes, bytes]]
+
+#: The most bytes of a request or response head.
+MAX_HEAD: Final = 64 * 1024
+#: The most header fields of a head.
+MAX_FIELDS: Final = 256
+#: The most bytes of one chunk-size line, extensions included.
+MAX_CHUNK_LINE: Final = 4096
+#: The most bytes of a chunked body's trailer section.
+MAX_TRAILERS: Final = 16 * 1024
+
+_TOKEN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
+# The target is opaque here, but for what RFC 9112 section 3.2 keeps out of it: white space, controls, a fragment.
+_REQUEST_LINE = re.compile(rb"(" + _TOKEN + rb") ([!-\"$-~\x80-\xff]+) HTTP/1\.([01])\r\n")
+_STATUS_LINE = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9][0-9])(?: ([\t\x20-\x7e\x80-\xff]*))?\r\n")
+# Anchored behind a line feed, so that a match never begins inside a line that is not a field.
+_FIELD = re.compile(rb"(?<=\n)(" + _TOKEN + rb"):[ \t]*([^\x00-\x08\x0a-\x1f\x7f]*)\r\n")
+_BARE_LF = re.compile(rb"(?<!\r)\n")
+_CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,16})(?:[ \t]*;[^\x00-\x08\x0a-\x1f\x7f]*)?\r\n")
+_TRAILERS = re.compile(rb"(?:" + _TOKEN + rb":[^\x00-\x08\x0a-\x1f\x7f]*\r\n)*\r\n")
+_LENGTH = re.compile(rb"[0-9]{1,18}")
+_HOST = re.compile(rb"(?:\[[0-9A-Fa-f:.%A-Za-z]+\]|[A-Za-z0-9._~!$&'()*+,;=%\-\x80-\xff]*)(?::[0-9]*)?")
+_ABSOLUTE = re.compile(rb"[Hh][Tt][Tt][Pp][Ss]?://([^/?]*)")
+
+#: RFC 9110 section 7.6.1, and the older names that proxies must not pass on either.
+HOP_BY_HOP: Final = frozenset(
+    (
+        b"connection",
+        b"keep-alive",
+        b"proxy-connection",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    )
+)
+# Fields that decide how a message is read; a Connection header cannot name them away.
+_FRAMING_FIELDS: Final = frozenset((b"content-length", b"transfer-encoding", b"host"))
+_REQUEST_SPECIAL: Final = HOP_BY_HOP | {
+    b"host",
+    b"content-length",
+    b"expect",
+    b"x-forwarded-for",
+    b"x-forwarded-proto",
+    b"x-forwarded-host",
+}
+_RESPONSE_SPECIAL: Final = (HOP_BY_HOP - {b"proxy-authenticate"}) | {
+    b"content-length",
+    b"x-accel-buffering",
+    b"content-type",
+}
+
+
+class BadMessage(Exception):
+    """The peer's bytes are not a message that can be read in one way only.
+
+    :ivar status: the status to answer a client with.
+    """
+
+    def __init__(self, reason: str, status: int = 400) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.status = status
+
+
+class Framing:
+    """Finds the end of a message's body."""
+
+    __slots__ = ("done",)
+    done: bool
+
+    def feed(self, data: bytes, payload: list[bytes] | None = None) -> int:
+        """How many of the bytes at the start of ``data`` belong to the message and are complete in themselves.
+
+        The rest is either the next message (``done`` is set) or to be given again with more bytes after it. Pieces of
+        the body proper are appended to ``payload`` where it is given.
+
+        :raises BadMessage: if the framing is broken.
+        """
+        raise NotImplementedError
+
+
+class NoBody(Framing):
+    """A message that ends with its head."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        self.done = True
+
+    def feed(self, data: bytes, payload: list[bytes] | None = None) -> int:
+        return 0
+
+
+class LengthBody(Framing):
+    """A body of known length (Content-Length)."""
+
+    __slots__ = ("left",)
+
+    def __init__(self, length: int) -> None:
+        self.left = length
+        self.done = length == 0
+
+    def feed(self, data: bytes, payload: list[bytes] | None = None) -> int:
+        size = len(data)
+        if size >= self.left:
+            size = self.left
+            self.done = True
+        self.left -= size
+        if payload is not None and size:
+            payload.append(data if size == len(data) else data[:size])
+        return size
+
+
+class UntilClose(Framing):
+    """A response body that ends with the connection."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        self.done = False
+
+    def feed(self, data: bytes, payload: list[bytes] | None = None) -> int:
+        if payload is not None:
+            payload.append(data)
+        return len(data)
+
+
+class ChunkedBody(Framing):
+    """A body in the chunked coding (RFC 9112 section 7.1), its trailer section included."""
+
+    __slots__ = ("_data_left", "_state")
+    _SIZE, _DATA, _DATA_END, _TRAILER = range(4)
+
+    def __init__(self) -> None:
+        self.done = False
+        self._state = self._SIZE
+        self._data_left = 0
+
+    def feed(self, data: bytes, payload: list[bytes] | None = None) -> int:
+        pos = 0
+        end = len(data)
+        state = self._state
+        while pos < end:
+            if state == self._DATA:
+                size = min(self._data_left, end - pos)
+                if payload is not None:
+                    payload.append(data[pos : pos + size])
+                pos += size
+                self._data_left -= size
+                if self._data_left:
+                    break
+                state = self._DATA_END
+            elif state == self._DATA_END:
+                if data.startswith(b"\r\n", pos):
+                    pos += 2
+                    state = self._SIZE
+                elif end - pos == 1 and data[pos] == 13:
+                    break
+                else:
+                    raise BadMessage("chunk data is not followed by CRLF")
+            elif state == self._SIZE:
+                match = _CHUNK_LINE.match(data, pos)
+                if match is None:
+                    if _refuse_partial(data, pos, MAX_CHUNK_LINE):
+                        raise BadMessage("invalid chunk size line")
+                    break
+                if match.end() - pos > MAX_CHUNK_LINE:
+                    raise BadMessage("chunk size line too long")
+                self._data_left = int(match.group(1), 16)
+                if self._data_left:
+                    state = self._DATA
+                    pos = match.end()
+                else:
+                    # The last chunk is handed on together with its trailers, once all of them are here.
+                    trailers = _TRAILERS.match(data, match.end())
+                    if trailers is None:
+                        section = data[match.end() :]
+                        if len(section) > MAX_TRAILERS or _bad_trailers(section):
+                            raise BadMessage("invalid trailer section")
+                        break
+                    if trailers.end() - match.end() > MAX_TRAILERS:
+                        raise BadMessage("trailer section too long")
+                    pos = trailers.end()
+                    self.done = True
+                    break
+        self._state = state
+        return pos
+
+
+def _refuse_partial(data: bytes, pos: int, limit: int) -> bool:
+    """Whether what begins at ``pos`` can no longer become a chunk size line."""
+    rest = data[pos:]
+    if b"\n" in rest or len(rest) > limit:
+        return True
+    # Letters that no size line begins with are refused at once, not only when the line is complete.
+    digits = re.match(rb"[0-9A-Fa-f]*", rest)
+    size = digits.end() if digits is not None else 0
+    if size > 16 or (size == 0 and rest):
+        return True
+    return size < len(rest) and rest[size : size + 1] not in (b" ", b"\t", b";", b"\r")
+
+
+def _bad_trailers(section: bytes) -> bool:
+    """Whether an incomplete trailer section is wrong already."""
+    complete = section[: section.rfind(b"\n") + 1]
+    if not complete:
+        return False
+    return re.fullmatch(rb"(?:" + _TOKEN + rb":[^\x00-\x08\x0a-\x1f\x7f]*\r\n)*", complete) is None
+
+
+class RequestHead:
+    """A request's head, parsed; ``fields`` are those to forward, in order and as they came."""
+
+    __slots__ = (
+        "authority",
+        "content_length",
+        "expect_continue",
+        "fields",
+        "forwarded_for",
+        "forwarded_host",
+        "forwarded_proto",
+        "host",
+        "keep_alive",
+        "method",
+        "minor",
+        "raw",
+        "received",
+        "target",
+        "te_chunked",
+        "upgrade",
+    )
+    method: bytes
+    target: bytes
+    minor: int
+    #: All header fields as they were received.
+    received: Headers
+    #: The end-to-end fields: without Host, framing, Expect, X-Forwarded-* and everything hop-by-hop.
+    fields: Headers
+    host: bytes | None
+    #: The authority of an absolute-form target, which overrides Host (RFC 9112 section 3.2.2).
+    authority: bytes | None
+    content_length: int | None
+    te_chunked: bool
+    keep_alive: bool
+    expect_continue: bool
+    upgrade: list[bytes]
+    forwarded_for: list[bytes]
+    forwarded_proto: bytes | None
+    forwarded_host: bytes | None
+    raw: bytes
+
+    def header(self, name: bytes) -> bytes | None:
+        """The first value of a received field, by its lower-case name."""
+        for key, value in self.received:
+            if key.lower() == name:
+                return value
+        return None
+
+    @property
+    def path(self) -> bytes:
+        """The target without its query, still percent-encoded."""
+        return self.target.partition(b"?")[0]
+
+    @property
+    def has_body(self) -> bool:
+        return self.te_chunked or bool(self.content_length)
+
+    def framing(self) -> Framing:
+        """A fresh tracker for this request's body."""
+        if self.te_chunked:
+            return ChunkedBody()
+        if self.content_length:
+            return LengthBody(self.content_length)
+        return NoBody()
+
+
+class ResponseHead:
+    """A response's head, parsed; ``fields`` are those to forward."""
+
+    __slots__ = (
+        "content_length",
+        "content_type",
+        "fields",
+        "keep_alive",
+        "minor",
+        "reason",
+        "status",
+        "te_chunked",
+        "unbuffered_hint",
+    )
+    status: int
+    reason: bytes
+    minor: int
+    fields: Headers
+    content_length: int | None
+    content_type: bytes
+    te_chunked: bool
+    keep_alive: bool
+    #: Whether the upstream itself sent X-Accel-Buffering.
+    unbuffered_hint: bool
+
+    def framing(self, method: bytes) -> Framing:
+        """A fresh tracker for the body of this response to a ``method`` request (RFC 9112 section 6.3)."""
+        status = self.status
+        if method == b"HEAD" or status == 204 or status == 304 or status < 200:
+            return NoBody()
+        if self.te_chunked:
+            return ChunkedBody()
+        if self.content_length is not None:
+            return LengthBody(self.content_length)
+        return UntilClose()
+
+
+def head_end(data: bytes, searched: int = 0) -> int:
+    """Where the head at the start of ``data`` ends (behind its empty line), or -1 if it is not complete.
+
+    :param searched: how many bytes are known not to hold the end.
+    :raises BadMessage: if it can be told already that no valid head will come of it (too long, bare line feeds).
+    """
+    start = max(0, searched - 3)
+    end = data.find(b"\r\n\r\n", start)
+    if end >= 0:
+        if end > MAX_HEAD:
+            raise BadMessage("request head too large", 431)
+        return end + 4
+    if len(data) > MAX_HEAD:
+        raise BadMessage("request head too large", 431)
+    bare = _BARE_LF.search(data, start)
+    if bare is not None and (bare.start() > 0 or start == 0):
+        raise BadMessage("bare line feed in the head")
+    return -1
+
+
+def _fields(head: bytes, start: int) -> Headers:
+    """Every header field of ``head`` from ``start`` on; the status or request line ends just before."""
+    fields: Headers = _FIELD.findall(head, start)
+    # One CRLF for each field and one for the empty line: anything else is a line that is not a field.
+    if head.count(b"\r\n", start) != len(fields) + 1:
+        raise BadMessage("malformed header field")
+    if len(fields) > MAX_FIELDS:
+        raise BadMessage("too many header fields", 431)
+    if b" \r\n" in head or b"\t\r\n" in head:
+        fields = [(name, value.rstrip(b" \t")) for name, value in fields]
+    return fields
+
+
+def _content_length(values: list[bytes]) -> int:
+    if len(values) != 1 or _LENGTH.fullmatch(values[0]) is None:
+        raise BadMessage("invalid or repeated Content-Length")
+    return int(values[0])
+
+
+def _tokens(values: list[bytes]) -> list[bytes]:
+    """The lower-case members of a comma-separated field that may be repeated."""
+    if len(values) == 1 and b"," not in values[0]:
+        return [values[0].strip().lower()]
+    return [token.strip().lower() for token in b",".join(values).split(b",")]
+
+
+def parse_request(head: bytes) -> RequestHead:
+    """Parse a request head that ends with its empty line.
+
+    :raises BadMessage: with the status to answer.
+    """
+    match = _REQUEST_LINE.match(head)
+    if match is None:
+        raise BadMessage(*_why_no_request_line(head))
+    result = RequestHead()
+    result.raw = head
+    result.method, target, minor = match.groups()
+    result.minor = minor[0] - 48
+    result.received = received = _fields(head, match.end())
+    hosts: list[bytes] = []
+    lengths: list[bytes] = []
+    codings: list[bytes] = []
+    connection: list[bytes] = []
+    result.upgrade = []
+    result.forwarded_for = []
+    result.forwarded_proto = result.forwarded_host = None
+    result.expect_continue = False
+    fields: Headers = []
+    for field in received:
+        name = field[0].lower()
+        if name not in _REQUEST_SPECIAL:
+            fields.append(field)
+        elif name == b"host":
+            hosts.append(field[1])
+        elif name == b"content-length":
+            lengths.append(field[1])
+        elif name == b"transfer-encoding":
+            codings.append(field[1])
+        elif name == b"connection":
+            connection.append(field[1])
+        elif name == b"expect":
+            if field[1].lower() != b"100-continue":
+                raise BadMessage("unknown expectation", 417)
+            result.expect_continue = result.minor == 1
+        elif name == b"upgrade":
+            result.upgrade.append(field[1])
+        elif name == b"x-forwarded-for":
+            result.forwarded_for.append(field[1])
+        elif name == b"x-forwarded-proto":
+            result.forwarded_proto = field[1]
+        elif name == b"x-forwarded-host":
+            result.forwarded_host = field[1]
+    result.authority = None
+    if target[0] != 47:
+        target = _origin_form(result, target)
+    result.target = target
+    if len(hosts) != 1:
+        if hosts or result.minor == 1:
+            raise BadMessage("missing or repeated Host")
+        result.host = None
+    else:
+        result.host = hosts[0]
+        if _HOST.fullmatch(hosts[0]) is None:
+            raise BadMessage("invalid Host")
+    result.content_length = _content_length(lengths) if lengths else None
+    result.te_chunked = False
+    if codings:
+        if lengths:
+            raise BadMessage("both Content-Length and Transfer-Encoding")
+        if result.minor == 0 or len(codings) != 1 or codings[0].lower() != b"chunked":
+            raise BadMessage("unsupported Transfer-Encoding")
+        result.te_chunked = True
+    result.keep_alive = result.minor == 1
+    if connection:
+        named = _tokens(connection)
+        if b"close" in named:
+            result.keep_alive = False
+        elif result.minor == 0 and b"keep-alive" in named:
+            result.keep_alive = True
+        fields = _without(fields, named)
+    result.fields = fields
+    return result
+
+
+def _without(fields: Headers, named: list[bytes]) -> Headers:
+    """``fields`` without those that a Connection field names, which are hop-by-hop by that."""
+    drop = frozenset(named) - HOP_BY_HOP - _FRAMING_FIELDS - {b"close", b""}
+    if not drop:
+        return fields
+    return [field for field in fields if field[0].lower() not in drop]
+
+
+def _origin_form(result: RequestHead, target: bytes) -> bytes:
+    """The target in origin form; keeps ``*`` of OPTIONS (RFC 9112 section 3.2)."""
+    if target == b"*" and result.method == b"OPTIONS":
+        return target
+    match = _ABSOLUTE.match(target)
+    if match is None or result.method == b"CONNECT":
+        raise BadMessage("unsupported form of the request target")
+    authority = match.group(1)
+    if not authority or _HOST.fullmatch(authority) is None:
+        raise BadMessage("invalid authority in the request target")
+    result.authority = authority
+    rest = target[match.end() :]
+    return rest if rest[:1] == b"/" else b"/" + rest
+
+
+def _why_no_request_line(head: bytes) -> tuple[str, int]:
+    line = head.partition(b"\r\n")[0]
+    version = line.rpartition(b" ")[2]
+    if re.fullmatch(rb"HTTP/[0-9]+(?:\.[0-9]+)?", version) and version not in (b"HTTP/1.0", b"HTTP/1.1"):
+        return "unsupported HTTP version", 505
+    return "malformed request line", 400
+
+
+def parse_response(head: bytes) -> ResponseHead:
+    """Parse a response head that ends with its empty line.
+
+    :raises BadMessage: if the upstream's answer cannot be read in one way only.
+    """
+    match = _STATUS_LINE.match(head)
+    if match is None:
+        raise BadMessage("malformed status line", 502)
+    result = ResponseHead()
+    minor, status, reason = match.groups()
+    result.minor = minor[0] - 48
+    result.status = int(status)
+    result.reason = reason or b""
+    lengths: list[bytes] = []
+    codings: list[bytes] = []
+    connection: list[bytes] = []
+    result.unbuffered_hint = False
+    result.content_type = b""
+    fields: Headers = []
+    for field in _fields(head, match.end()):
+        name = field[0].lower()
+        if name not in _RESPONSE_SPECIAL:
+            fields.append(field)
+        elif name == b"content-length":
+            lengths.append(field[1])
+        elif name == b"content-type":
+            result.content_type = field[1]
+            fields.append(field)
+        elif name == b"transfer-encoding":
+            codings.append(field[1])
+        elif name == b"connection":
+            connection.append(field[1])
+        elif name == b"x-accel-buffering":
+            # Once is enough: a chain of servers may each have added it.
+            if not result.unbuffered_hint:
+                fields.append(field)
+            result.unbuffered_hint = True
+    # Repeated but equal lengths are harmless in an answer (RFC 9110 section 8.6).
+    if len(lengths) > 1 and len(set(lengths)) == 1:
+        lengths = lengths[:1]
+    result.content_length = _content_length(lengths) if lengths else None
+    result.te_chunked = False
+    if codings:
+        if len(codings) != 1 or codings[0].lower() != b"chunked" or lengths:
+            raise BadMessage("unsupported or conflicting Transfer-Encoding in the answer", 502)
+        result.te_chunked = True
+    result.keep_alive = result.minor == 1
+    if connection:
+        named = _tokens(connection)
+        if b"close" in named:
+            result.keep_alive = False
+        elif result.minor == 0 and b"keep-alive" in named:
+            result.keep_alive = True
+        fields = _without(fields, named)
+    result.fields = fields
+    return result

@@ -1,0 +1,321 @@
+"""The wiring: engines, arbiter, listeners and pages made from a configuration, started and stopped in order."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from typing import Any
+
+from twisted.application.service import Service
+from twisted.internet import ssl
+from twisted.internet.defer import Deferred, DeferredList, inlineCallbacks
+from twisted.internet.endpoints import serverFromString
+from twisted.internet.error import CannotListenError
+from twisted.python.failure import Failure
+from twisted.web.client import BrowserLikePolicyForHTTPS
+
+from turnstile import __version__, exitcode
+from turnstile import log as tlog
+from turnstile.arbiter import Arbiter, Kind, Tenant
+from turnstile.card import Card
+from turnstile.config import Config, Upstream
+from turnstile.engines.base import Engine
+from turnstile.engines.client import JsonClient, make_client
+from turnstile.engines.comfy_events import make_connect_events
+from turnstile.engines.comfyui import ComfyEngine
+from turnstile.engines.ollama import OllamaEngine
+from turnstile.gates import ComfyPolicy, NestedHint, NestedOllamaPolicy, OllamaPolicy
+from turnstile.metrics import Metrics
+from turnstile.narrator import Narrator
+from turnstile.proxy.resource import EngineResource, Policy
+from turnstile.proxy.retry import RetryPolicy
+from turnstile.proxy.site import ProxySite
+from turnstile.proxy.upstream import UpstreamPool
+from turnstile.proxy.vigil import Vigil
+from turnstile.status import make_status_tree
+from turnstile.warm import Warmer
+
+_log = tlog.Logger()
+
+#: The tenant that stands for "nobody" while the card is looked at for the first time.
+BACKLOG = 1024
+
+
+class TurnstileService(Service):
+    """Everything that one turnstile process runs.
+
+    :param config: the settings.
+    :param reactor: makes connections and tells the time.
+    """
+
+    def __init__(self, config: Config, *, reactor: Any) -> None:
+        self.config = config
+        self._reactor = reactor
+        self.arbiter = Arbiter(
+            reactor, image_burst=config.image_burst, max_inflight=config.llm_max_inflight
+        )
+        self.card = Card(reactor)
+        self.metrics = Metrics()
+        self.metrics.connect(self.arbiter, self.card)
+        self.narrator = Narrator(self.arbiter, self.card)
+        self.vigil = Vigil(reactor)
+        self.ollama: OllamaEngine | None = None
+        self.comfy: ComfyEngine | None = None
+        self.sites: dict[str, ProxySite] = {}
+        self.ports: dict[str, Any] = {}
+        self._clients: list[JsonClient] = []
+        self._pools: list[UpstreamPool] = []
+        self._warmer: Warmer | None = None
+        self._undo_sighup: Callable[[], None] | None = None
+        self._resume: Callable[[], None] | None = None
+        self._trust_root = _trust_root(config)
+        self._build()
+
+    # -- building ---------------------------------------------------------------------------------------------
+
+    def _build(self) -> None:
+        config = self.config
+        if config.ollama_url is not None:
+            self.ollama = OllamaEngine(
+                self._client(config.ollama_url),
+                self._reactor,
+                self.card,
+                unload_timeout=config.unload_timeout,
+                unload_poll_interval=config.unload_poll_interval,
+                probe_timeout=config.probe_timeout,
+            )
+            self.card.register(self.ollama)
+        if config.comfy_url is not None:
+            self.comfy = ComfyEngine(
+                self._client(config.comfy_url),
+                self._reactor,
+                self.arbiter,
+                self.card,
+                make_connect_events(
+                    self._reactor,
+                    config.comfy_url,
+                    connect_timeout=config.connect_timeout,
+                    context_factory=self._context_factory(),
+                ),
+                job_timeout=config.job_timeout,
+                job_timeout_action=config.job_timeout_action,
+                history_poll_interval=config.history_poll_interval,
+                free_timeout=config.free_timeout,
+                probe_timeout=config.probe_timeout,
+                prompt_capture_limit=config.prompt_capture_limit,
+                free_between_jobs=config.free_between_jobs,
+                evict_nested=(lambda: self.card.evict("ollama")) if self.ollama is not None else None,
+            )
+            self.card.register(self.comfy)
+            self.comfy.add_job_listener(self.metrics.job_done)
+        if self.ollama is not None and self.comfy is not None and config.warm_model:
+            self._warmer = Warmer(
+                self.arbiter, self.card, self.ollama, config.warm_model, config.warm_timeout, self._reactor
+            )
+        self._build_sites()
+
+    def _build_sites(self) -> None:
+        config = self.config
+        pages = make_status_tree(
+            self.arbiter, self.card, self.engines, self._reactor, __version__, self.metrics, short_forms=True
+        )
+        if self.ollama is not None and config.ollama_url is not None:
+            pool = self._pool(config.ollama_url)
+            hint = None
+            if config.comfy_url is not None:
+                hint = NestedHint(self.arbiter, config.comfy_url.host, config.listen_ollama_nested)
+            policy: Policy = OllamaPolicy(
+                config, self.arbiter, self.card, self.ollama, self._reactor, on_wait=hint
+            )
+            self._site("ollama", config.listen_ollama, pool, policy, pages)
+            if config.listen_ollama_nested:
+                policy = NestedOllamaPolicy(
+                    config, self.arbiter, self.card, self.ollama, self._reactor, self.comfy
+                )
+                self._site("ollama-nested", config.listen_ollama_nested, pool, policy, pages)
+        if self.comfy is not None and config.comfy_url is not None:
+            guard = self.ollama.guard if self.ollama is not None else _nothing
+            policy = ComfyPolicy(config, self.arbiter, self.card, self.comfy, self._reactor, guard)
+            self._site("comfyui", config.listen_comfy, self._pool(config.comfy_url), policy, pages)
+
+    def _site(
+        self, name: str, listen: str, pool: UpstreamPool, policy: Policy, pages: dict[bytes, Any]
+    ) -> None:
+        config = self.config
+        comfy = self.comfy if name == "comfyui" else None
+        resource = EngineResource(
+            pool,
+            policy,
+            reactor=self._reactor,
+            retry=RetryPolicy(config.backoff_initial, config.backoff_max, config.retry_status_limit),
+            observer=self.metrics,
+            relays_websockets=comfy is not None,
+            tls=listen.startswith("ssl:"),
+        )
+        self.sites[name] = ProxySite(
+            resource,
+            pages,
+            clock=self._reactor,
+            vigil=self.vigil,
+            on_text=comfy.tap if comfy is not None else None,
+            on_relays=self.metrics.relays_changed,
+        )
+
+    @property
+    def engines(self) -> list[Engine]:
+        """The engines that are configured."""
+        return [engine for engine in (self.ollama, self.comfy) if engine is not None]
+
+    def _client(self, upstream: Upstream) -> JsonClient:
+        client = make_client(
+            self._reactor,
+            upstream,
+            connect_timeout=self.config.connect_timeout,
+            context_factory=self._context_factory(),
+        )
+        self._clients.append(client)
+        return client
+
+    def _context_factory(self) -> Any:
+        return BrowserLikePolicyForHTTPS(self._trust_root) if self._trust_root is not None else None
+
+    def _pool(self, upstream: Upstream) -> UpstreamPool:
+        pool = UpstreamPool(
+            self._reactor, upstream, timeout=self.config.connect_timeout, trust_root=self._trust_root
+        )
+        self._pools.append(pool)
+        return pool
+
+    # -- starting ---------------------------------------------------------------------------------------------
+
+    def privilegedStartService(self) -> None:
+        """Bind the listeners, while low ports may still be bound."""
+        super().privilegedStartService()  # type: ignore[no-untyped-call]
+        self._listen()
+
+    def startService(self) -> None:
+        """Look at the engines; nothing is granted until each was looked at once."""
+        super().startService()  # type: ignore[no-untyped-call]
+        tlog.log_startup(_log, self.config, __version__)
+        self._listen()
+        self._undo_sighup = tlog.install_sighup(self._reactor, self.reload)
+        self._resume = self.arbiter.hold()
+        if self._warmer is not None:
+            self._warmer.start()
+        looks = DeferredList([engine.start() for engine in self.engines], consumeErrors=True)
+        looks.addCallback(self._looked)
+
+    def _looked(self, results: list[Any]) -> None:
+        for success, result in results:
+            if not success:
+                _log.failure("the first look at an engine failed", failure=result)
+        if self._resume is not None:
+            self._resume()
+
+    def _listen(self) -> None:
+        if self.ports:
+            return
+        listens = {
+            "ollama": self.config.listen_ollama,
+            "ollama-nested": self.config.listen_ollama_nested,
+            "comfyui": self.config.listen_comfy,
+        }
+        for name, site in self.sites.items():
+            text = listens[name]
+            assert text is not None
+            self.ports[name] = None
+            d = serverFromString(self._reactor, _with_backlog(text)).listen(site)
+            d.addCallbacks(self._bound, self._not_bound, (name, text), None, (name, text))
+
+    def _bound(self, port: Any, name: str, text: str) -> None:
+        self.ports[name] = port
+        _log.info("{listener} listens on {address}", listener=name, address=str(port.getHost()))
+
+    def _not_bound(self, failure: Failure, name: str, text: str) -> None:
+        error = failure.value
+        reason = failure.getErrorMessage()
+        if isinstance(error, CannotListenError):
+            cause = error.socketError
+            reason = getattr(cause, "strerror", None) or str(cause)
+            if getattr(cause, "errno", None) == errno.EADDRINUSE:
+                reason += _who_may_hold(name)
+        exitcode.fail_startup(self._reactor, f"cannot listen for {name} on {text}: {reason}")
+
+    # -- running ----------------------------------------------------------------------------------------------
+
+    def reload(self) -> None:
+        """SIGHUP: open the log file anew."""
+        tlog.reopen()
+
+    # -- stopping ---------------------------------------------------------------------------------------------
+
+    @inlineCallbacks
+    def stopService(self) -> Any:
+        """Stop accepting, answer what waits with 503, let streams finish for SHUTDOWN_TIMEOUT, cut the rest."""
+        super().stopService()  # type: ignore[no-untyped-call]
+        if self._undo_sighup is not None:
+            self._undo_sighup()
+        for port in self.ports.values():
+            if port is not None:
+                yield port.stopListening()
+        if self._warmer is not None:
+            self._warmer.stop()
+        self.arbiter.close()
+        drains: Deferred[Any] = DeferredList([site.drain() for site in self.sites.values()])
+        timer = self._reactor.callLater(self.config.shutdown_timeout, self._cut)
+        yield drains
+        if timer.active():
+            timer.cancel()
+        for engine in self.engines:
+            engine.stop()
+        for pool in self._pools:
+            pool.abort()
+        for client in self._clients:
+            yield client.close()
+        self.vigil.stop()
+
+    def _cut(self) -> None:
+        _log.warn("answers in progress are cut: SHUTDOWN_TIMEOUT is over")
+        for site in self.sites.values():
+            site.abort()
+
+
+def _nothing() -> None:
+    """There is no LLM engine to keep an eye on."""
+
+
+def _trust_root(config: Config) -> Any:
+    if config.upstream_ca is None:
+        return None
+    try:
+        with open(config.upstream_ca, "rb") as file:
+            pem = file.read()
+        certificates = [
+            ssl.Certificate.loadPEM(block + _PEM_END) for block in pem.split(_PEM_END) if b"BEGIN" in block
+        ]
+        if not certificates:
+            raise ValueError("no certificate in it")
+    except Exception as error:
+        raise SystemExit(f"turnstile: cannot use {config.upstream_ca} as UPSTREAM_CA: {error}") from None
+    return ssl.trustRootFromCertificates(certificates)
+
+
+_PEM_END = b"-----END CERTIFICATE-----\n"
+
+
+def _with_backlog(text: str) -> str:
+    """A TCP endpoint with a backlog for bursts; twisted's default of 50 refuses some of them."""
+    if text.startswith(("tcp:", "tcp6:", "ssl:")) and ":backlog=" not in text:
+        return f"{text}:backlog={BACKLOG}"
+    return text
+
+
+def _who_may_hold(name: str) -> str:
+    if name == "ollama":
+        return " (Ollama itself may still be on it: move it, e.g. OLLAMA_HOST=127.0.0.1:11435)"
+    if name == "comfyui":
+        return " (ComfyUI itself may still be on it: move it, e.g. --port 8189)"
+    return ""
+
+
+__all__ = ["Kind", "Tenant", "TurnstileService"]
