@@ -7,7 +7,8 @@ tenants take turns in order of arrival and all waiters of the granted tenant ent
 
 A lease says who may *start work*. Whose models are still in memory is another question: see :mod:`turnstile.card`.
 
-Nothing here does I/O, logs, or knows what an engine is; time comes from the injected clock.
+Nothing here does I/O or knows what an engine is, and nothing is logged but a listener that raises; time comes from
+the injected clock.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 import attrs
 from twisted.internet.defer import Deferred
 from twisted.internet.interfaces import IReactorTime
+from twisted.logger import Logger
 
 
 class Kind(enum.Enum):
@@ -157,6 +159,9 @@ class Arbiter:
         self._closed = False
         self._pumping = False
         self._listeners: list[Listener] = []
+        #: Events that wait for their turn, while a listener is being told of an earlier one.
+        self._events: deque[Event] = deque()
+        self._telling = False
 
     # -- what anyone may look at ------------------------------------------------------------------------------
 
@@ -196,7 +201,11 @@ class Arbiter:
         return iter(tuple(self._exclusive if kind is Kind.EXCLUSIVE else self._shared))
 
     def add_listener(self, listener: Listener) -> None:
-        """Call ``listener`` with every event, synchronously and after the state has changed."""
+        """Call ``listener`` with every event, synchronously and after the state has changed.
+
+        Every listener sees the events in the order in which they happened: one that a listener causes is told after
+        the one that is being told. What a listener raises is logged.
+        """
         self._listeners.append(listener)
 
     # -- asking -----------------------------------------------------------------------------------------------
@@ -208,7 +217,7 @@ class Arbiter:
         """
         if self._closed:
             raise ArbiterClosed
-        if self._pumping or self._holds or not self._may_enter(tenant):
+        if self._holds or not self._may_enter(tenant):
             return None
         return self._grant(tenant, label, client, self._clock.seconds())
 
@@ -221,7 +230,7 @@ class Arbiter:
         :class:`WaitTimeout` after ``timeout`` seconds and with :class:`ArbiterClosed` at shutdown.
         """
         now = self._clock.seconds()
-        deferred: Deferred[Lease] = Deferred(lambda _: self._leave(waiter, "cancelled"))
+        deferred: Deferred[Lease] = Deferred(lambda _: self._cancelled(waiter))
         waiter = Waiter(tenant, label, client, now, deferred)
         if self._closed:
             deferred.errback(ArbiterClosed())
@@ -264,8 +273,7 @@ class Arbiter:
         """Refuse every waiter and every later request with :class:`ArbiterClosed`; leases stay until released."""
         self._closed = True
         for waiter in (*self._exclusive, *self._shared):
-            if self._leave(waiter, "shutdown"):
-                waiter.deferred.errback(ArbiterClosed())
+            self._refuse(waiter, "shutdown", ArbiterClosed)
 
     # -- the machine ------------------------------------------------------------------------------------------
 
@@ -283,6 +291,9 @@ class Arbiter:
 
     def _choose_next(self) -> Waiter | None:
         """Who enters an idle card next; pure."""
+        if self._admitted:
+            # The group that was granted the card together enters whole, even if its first members are done already.
+            return self._first_admitted()
         if self._exclusive and not (self._shared and self._turn_is_due()):
             return self._exclusive[0]
         return self._shared[0] if self._shared else None
@@ -301,26 +312,33 @@ class Arbiter:
                 return None
             if chosen.tenant.kind is Kind.EXCLUSIVE:
                 return self._exclusive.popleft()
-            turn = bool(self._exclusive)
-            for waiter in self._shared:
-                if turn:
-                    waiter.turn = True
-                if waiter.tenant == chosen.tenant and not waiter.admitted:
-                    waiter.admitted = True
-                    self._admitted += 1
-            return self._take_shared(chosen)
+            if not self._admitted:
+                self._admit_group(chosen)
+            return self._take(chosen)
         if current.kind is Kind.EXCLUSIVE or not self._shared or not self._has_place():
             return None
         if self._admitted:
-            for waiter in self._shared:
-                if waiter.admitted:
-                    return self._take_shared(waiter)
+            return self._take(self._first_admitted())
         head = self._shared[0]
         if head.tenant == current and not self._exclusive:
-            return self._take_shared(head)
+            return self._take(head)
         return None
 
-    def _take_shared(self, waiter: Waiter) -> Waiter:
+    def _admit_group(self, chosen: Waiter) -> None:
+        """Admit all waiters of a tenant together, past a waiting image job only those whose turn it is."""
+        images_wait = bool(self._exclusive)
+        if images_wait and not chosen.turn:
+            for waiter in self._shared:
+                waiter.turn = True
+        for waiter in self._shared:
+            if waiter.tenant == chosen.tenant and (waiter.turn or not images_wait):
+                waiter.admitted = True
+                self._admitted += 1
+
+    def _first_admitted(self) -> Waiter:
+        return next(waiter for waiter in self._shared if waiter.admitted)
+
+    def _take(self, waiter: Waiter) -> Waiter:
         self._remove(self._shared, waiter)
         return waiter
 
@@ -349,7 +367,11 @@ class Arbiter:
             while (waiter := self._next()) is not None:
                 self._cancel_expiry(waiter)
                 lease = self._grant(waiter.tenant, waiter.label, waiter.client, waiter.asked_at)
-                waiter.deferred.callback(lease)
+                if waiter.deferred.called:
+                    # A listener cancelled it when it heard of the grant.
+                    lease.release()
+                else:
+                    waiter.deferred.callback(lease)
         finally:
             self._pumping = False
 
@@ -364,8 +386,9 @@ class Arbiter:
             self._run = 0
         if self._listeners:
             if before != tenant:
-                self._emit(Transition(before, tenant, now))
-            self._emit(Granted(lease, now - asked_at))
+                self._emit(Transition(before, tenant, now), Granted(lease, now - asked_at))
+            else:
+                self._emit(Granted(lease, now - asked_at))
         return lease
 
     def _released(self, lease: Lease) -> None:
@@ -377,9 +400,12 @@ class Arbiter:
             if lease.tenant.kind is Kind.EXCLUSIVE and not self._shared:
                 self._run = 0
         if self._listeners:
-            self._emit(Released(lease, now - lease.granted_at))
             if idle:
-                self._emit(Transition(lease.tenant, None, now))
+                self._emit(
+                    Released(lease, now - lease.granted_at), Transition(lease.tenant, None, now)
+                )
+            else:
+                self._emit(Released(lease, now - lease.granted_at))
         self._pump()
 
     def _leave(self, waiter: Waiter, why: str) -> bool:
@@ -394,19 +420,40 @@ class Arbiter:
         self._pump()
         return True
 
+    def _cancelled(self, waiter: Waiter) -> None:
+        self._leave(waiter, "cancelled")
+
     def _expire(self, waiter: Waiter) -> None:
         waiter.expiry = None
-        if self._leave(waiter, "timeout"):
-            waiter.deferred.errback(WaitTimeout())
+        self._refuse(waiter, "timeout", WaitTimeout)
+
+    def _refuse(self, waiter: Waiter, why: str, error: type[Exception]) -> None:
+        # Whoever hears that it left may have cancelled it meanwhile.
+        if self._leave(waiter, why) and not waiter.deferred.called:
+            waiter.deferred.errback(error())
 
     def _cancel_expiry(self, waiter: Waiter) -> None:
         expiry, waiter.expiry = waiter.expiry, None
         if expiry is not None and expiry.active():
             expiry.cancel()
 
-    def _emit(self, event: Event) -> None:
-        for listener in self._listeners:
-            listener(event)
+    def _emit(self, *events: Event) -> None:
+        self._events.extend(events)
+        if self._telling:
+            return
+        self._telling = True
+        try:
+            while self._events:
+                event = self._events.popleft()
+                for listener in self._listeners:
+                    try:
+                        listener(event)
+                    except Exception:
+                        Logger(namespace=__name__).failure(
+                            "a listener failed on {event}", event=event
+                        )
+        finally:
+            self._telling = False
 
 
 __all__ = [

@@ -11,10 +11,10 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import attrs
-from twisted.internet.defer import Deferred, DeferredLock, succeed
+from twisted.internet.defer import Deferred, DeferredLock, maybeDeferred, succeed
 from twisted.internet.interfaces import IReactorTime
 from twisted.logger import Logger
 from twisted.python.failure import Failure
@@ -24,7 +24,15 @@ from turnstile.arbiter import Tenant
 #: Seconds for which a failed eviction is not tried again (circuit breaker); then one request probes.
 EVICT_RETRY_AFTER = 30.0
 
+#: How often one engine is evicted while room is made once, if it keeps coming back.
+EVICT_ROUNDS = 2
+
 UNREACHABLE = "unreachable while making room"
+DID_NOT_LEAVE = "did not leave the card in time"
+NOT_TRIED = "eviction failed before, not tried again yet"
+CAME_BACK = "came back while room was made"
+
+_T = TypeVar("_T")
 
 
 class Eviction(enum.Enum):
@@ -68,6 +76,8 @@ class _Record:
     engine: Evictable
     resident: bool = False
     failed_at: float | None = None
+    #: It got work while it was being evicted, so that the eviction's success proves nothing.
+    again: bool = False
 
 
 class Card:
@@ -84,7 +94,12 @@ class Card:
         #: Names of the resident engines; kept beside the records since every request asks.
         self._resident: set[str] = set()
         self._switch: DeferredLock = DeferredLock()
+        #: The engine that is being evicted now.
+        self._evicting: str | None = None
+        #: Who waits for a switch to a tenant.
         self._joined: dict[str, list[Deferred[None]]] = {}
+        #: Who waits for one engine's eviction that was asked for by name.
+        self._leaving: dict[str, list[Deferred[Eviction]]] = {}
         self._open: dict[tuple[str, str], Degraded] = {}
         #: Past and present degraded intervals, the latest last.
         self.history: deque[Degraded] = deque(maxlen=1000)
@@ -119,18 +134,20 @@ class Card:
 
     def mark_resident(self, name: str) -> None:
         """The engine got work that may load models."""
+        if name == self._evicting:
+            self._records[name].again = True
         if name not in self._resident:
-            self._resident.add(name)
             self._records[name].resident = True
+            self._resident.add(name)
             # Work that reaches the engine shows that it is there again.
             self.restore(name, UNREACHABLE)
 
     def mark_evicted(self, name: str) -> None:
         """The engine itself showed that it holds nothing; ends every degraded interval that it caused."""
-        self._resident.discard(name)
         record = self._records[name]
-        record.resident = False
+        record.resident = record.again = False
         record.failed_at = None
+        self._resident.discard(name)
         for key in [key for key in self._open if key[0] == name]:
             self.restore(*key)
 
@@ -141,16 +158,14 @@ class Card:
             interval = self._open[key] = Degraded(reason, culprit, self._clock.seconds())
             self.history.append(interval)
             self.degraded_total += 1
-            for listener in self._listeners:
-                listener(interval)
+            self._tell(self._listeners, interval)
 
     def restore(self, culprit: str, reason: str) -> None:
         """Close a degraded interval, if it is open."""
         interval = self._open.pop((culprit, reason), None)
         if interval is not None:
             interval.ended = self._clock.seconds()
-            for listener in self._listeners:
-                listener(interval)
+            self._tell(self._listeners, interval)
 
     def add_listener(self, listener: DegradedListener) -> None:
         """Call ``listener`` when a degraded interval begins and when it ends (``ended`` is set)."""
@@ -165,31 +180,57 @@ class Card:
     def make_room(self, tenant: Tenant) -> Deferred[None] | None:
         """Evict every other resident engine; ``None`` where there is none, which is the common case.
 
-        Requests that ask for the same tenant meanwhile share one switch. The Deferred never fails but by being
-        cancelled, which leaves the switch itself to finish.
+        Requests that ask for the same tenant meanwhile share one switch, which ends early when all of them are gone. A
+        tenant that is itself being evicted waits until that is over: it must not start work that is then told to
+        leave. The Deferred never fails but by being cancelled.
         """
-        if not self._resident or (len(self._resident) == 1 and tenant.name in self._resident):
-            return None
-        if not any(self._due(name) for name in self._others(tenant)):
-            self._go_on_without(tenant)
-            return None
-        waiter: Deferred[None] = Deferred(lambda d: waiters.remove(d) if d in waiters else None)
-        waiters = self._joined.get(tenant.name)
-        if waiters is not None:
-            waiters.append(waiter)
-            return waiter
-        waiters = self._joined[tenant.name] = [waiter]
-        d: Deferred[None] = self._switch.run(self._evict_others, tenant)
-        d.addErrback(self._log_failure)
-        d.addCallback(self._switched, tenant)
+        name = tenant.name
+        if not self._switch.locked or not (name == self._evicting or name in self._leaving):
+            if not self._resident or (len(self._resident) == 1 and name in self._resident):
+                if self._open:
+                    self._alone(name)
+                return None
+            if not any(self._due(other) for other in self._others(tenant)):
+                self._go_on_without(tenant)
+                return None
+        waiters = self._joined.get(name)
+        first = waiters is None
+        if waiters is None:
+            waiters = self._joined[name] = []
+        waiter: Deferred[None] = Deferred(self._forget(waiters))
+        waiters.append(waiter)
+        if first:
+            d: Deferred[None] = self._switch.run(self._evict_others, tenant, waiters)
+            d.addErrback(self._log_failure)
+            d.addCallback(self._switched, waiters)
         return waiter
 
     def evict(self, name: str) -> Deferred[Eviction]:
-        """Evict one engine that is known to be resident (after its last job, or after nested calls)."""
+        """Evict one engine that is known to be resident (after its last job, or after nested calls).
+
+        Those who ask for the same engine meanwhile share one eviction. The Deferred never fails but by being cancelled,
+        which leaves the eviction itself to finish.
+        """
         if name not in self._resident:
             return succeed(Eviction.CONFIRMED)
-        d: Deferred[Eviction] = self._switch.run(self._evict_one, name)
-        return d
+        waiters = self._leaving.get(name)
+        first = waiters is None
+        if waiters is None:
+            waiters = self._leaving[name] = []
+        waiter: Deferred[Eviction] = Deferred(self._forget(waiters))
+        waiters.append(waiter)
+        if first:
+            d: Deferred[Eviction] = self._switch.run(self._evict_one, name)
+            d.addCallback(self._left, name)
+        return waiter
+
+    @staticmethod
+    def _forget(waiters: list[Deferred[_T]]) -> Callable[[Deferred[_T]], None]:
+        def canceller(waiter: Deferred[_T]) -> None:
+            if waiter in waiters:
+                waiters.remove(waiter)
+
+        return canceller
 
     def _others(self, tenant: Tenant) -> Iterable[str]:
         return sorted(name for name in self._resident if name != tenant.name)
@@ -201,51 +242,94 @@ class Card:
     def _go_on_without(self, tenant: Tenant) -> None:
         for name in self._others(tenant):
             if not self._due(name):
-                self.degrade(name, "eviction failed before, not tried again yet")
+                self.degrade(name, NOT_TRIED)
 
-    def _evict_others(self, tenant: Tenant) -> Deferred[None]:
+    def _alone(self, name: str) -> None:
+        """The only resident engine got the card: that it did not leave before does no harm any more."""
+        for reason in (DID_NOT_LEAVE, NOT_TRIED, CAME_BACK):
+            self.restore(name, reason)
+
+    def _evict_others(self, tenant: Tenant, waiters: list[Deferred[None]]) -> Deferred[Any]:
         self._go_on_without(tenant)
-        due = [name for name in self._others(tenant) if self._due(name)]
+        rounds: dict[str, int] = {}
 
-        def step(_: object = None) -> Deferred[None] | None:
-            if not due:
+        def step(_: object) -> Any:
+            # Looked at anew each time: an engine may have got work meanwhile. Nobody left to make room for: stop, since
+            # another tenant may have the card by now.
+            if not waiters:
                 return None
-            d = self._evict_one(due.pop(0))
-            return d.addCallback(step)  # type: ignore[return-value]
+            for name in self._others(tenant):
+                if not self._due(name):
+                    continue
+                if rounds.get(name, 0) == EVICT_ROUNDS:
+                    self.degrade(name, CAME_BACK)
+                    continue
+                rounds[name] = rounds.get(name, 0) + 1
+                return self._evict_one(name).addCallback(step)
+            if self._open and self._resident <= {tenant.name}:
+                self._alone(tenant.name)
+            return None
 
-        return succeed(None).addCallback(step)
+        def over(result: object) -> object:
+            # Before the lock is let go: who comes later needs a switch of its own.
+            del self._joined[tenant.name]
+            return result
+
+        d: Deferred[Any] = succeed(None)
+        return d.addCallback(step).addBoth(over)
 
     def _evict_one(self, name: str) -> Deferred[Eviction]:
         if name not in self._resident:
             return succeed(Eviction.CONFIRMED)
+        record = self._records[name]
+        record.again = False
+        self._evicting = name
         began = self._clock.seconds()
-        d = self._records[name].engine.evict()
+        d: Deferred[Eviction] = maybeDeferred(record.engine.evict)
 
         def failed(failure: Failure) -> Eviction:
             self._log_failure(failure)
             return Eviction.TIMED_OUT
 
         def done(outcome: Eviction) -> Eviction:
-            if outcome is Eviction.CONFIRMED:
+            self._evicting = None
+            if outcome is Eviction.TIMED_OUT:
+                record.failed_at = self._clock.seconds()
+                self.degrade(name, DID_NOT_LEAVE)
+            elif record.again:
+                # What was confirmed is older than the work that it got meanwhile: it stays resident.
+                record.failed_at = None
+            elif outcome is Eviction.CONFIRMED:
                 self.mark_evicted(name)
-            elif outcome is Eviction.UNREACHABLE:
+            else:
                 # No process, no memory; but nobody confirmed it, so the doubt is on record.
                 self.degrade(name, UNREACHABLE)
+                record.resident = False
+                record.failed_at = None
                 self._resident.discard(name)
-                self._records[name].resident = False
-            else:
-                self._records[name].failed_at = self._clock.seconds()
-                self.degrade(name, "did not leave the card in time")
-            for listener in self._eviction_listeners:
-                listener(name, outcome, self._clock.seconds() - began)
+                self._alone(name)
+            self._tell(self._eviction_listeners, name, outcome, self._clock.seconds() - began)
             return outcome
 
         return d.addErrback(failed).addCallback(done)
 
-    def _switched(self, _: object, tenant: Tenant) -> None:
-        for waiter in self._joined.pop(tenant.name, ()):
+    def _switched(self, _: object, waiters: list[Deferred[None]]) -> None:
+        for waiter in tuple(waiters):
             if not waiter.called:
                 waiter.callback(None)
+
+    def _left(self, outcome: Eviction, name: str) -> None:
+        for waiter in tuple(self._leaving.pop(name)):
+            if not waiter.called:
+                waiter.callback(outcome)
+
+    @staticmethod
+    def _tell(listeners: Iterable[Callable[..., None]], *what: object) -> None:
+        for listener in listeners:
+            try:
+                listener(*what)
+            except Exception:
+                Logger(namespace=__name__).failure("a listener of the card failed")
 
     def _log_failure(self, failure: Failure) -> None:
         Logger(namespace=__name__).failure("eviction failed unexpectedly", failure=failure)
