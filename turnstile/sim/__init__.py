@@ -1,0 +1,18 @@
+"""A simulated GPU host for the demo and the tests: one card, and faithful engines on it."""
+
+from .card import GIB, MIB, Card, Interval, OutOfVram
+from .comfyui import ComfySim
+from .host import GpuHost
+from .ollama import ModelSpec, OllamaSim
+
+__all__ = [
+    "GIB",
+    "MIB",
+    "Card",
+    "ComfySim",
+    "GpuHost",
+    "Interval",
+    "ModelSpec",
+    "OllamaSim",
+    "OutOfVram",
+]
