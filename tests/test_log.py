@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from hypothesis import given
@@ -353,11 +354,21 @@ def test_any_target_can_be_shown(target):
     assert tlog.redact_target(target).isprintable()
 
 
+@pytest.mark.parametrize("piece", ["token", "?", "&key", "://", "cookie: '", "Bearer ", "?a="])
+def test_looking_for_secrets_takes_linear_time(piece):
+    text = "?" + piece * (500_000 // len(piece))
+    before = time.monotonic()
+    tlog._scrub(text)
+    tlog.redact_target(text.encode())
+    assert time.monotonic() - before < 5  # quadratic would be minutes
+
+
 @pytest.mark.parametrize("format", ["text", "json"])
 def test_secrets_that_slipped_through(format):
     page = Page(log_level="debug", log_format=format)
     for message in (
         "GET /a?b=1&access_token=s3cret HTTP/1.1",
+        "GET /a?b=1?token=s3cret HTTP/1.1",
         "Authorization: Basic s3cret",
         "{'Authorization': 'Bearer s3cret'}",
         "Headers({b'authorization': [b'Bearer s3cret']})",

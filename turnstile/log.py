@@ -65,17 +65,17 @@ _SECRET_WORDS = (
     "token|secret|password|passwd|pwd|api[-_.]?key|access[-_.]?key|credential|signature|jwt"
     "|session[-_.]?id"
 )
-_SECRET_NAME = re.compile(rf"(?:.*(?:{_SECRET_WORDS}).*|.*key|x?auth(?:orization)?|pass|sig|sas)\Z")
+_SECRET_NAME = re.compile(rf"{_SECRET_WORDS}|key\Z|\Ax?auth(?:orization)?\Z|\A(?:pass|sig|sas)\Z")
 _MASK = "***"
 _LOOSE_SECRETS = re.compile(
     # query parameters wherever they appear
-    rf"([?&;][^=&;?\s\"'<>]*(?:{_SECRET_WORDS}|auth|sig|key)[^=&;?\s\"'<>]*=)[^&;\s\"'<>]+"
+    r"(?P<head>[?&;](?P<name>[^=&;?\s\"'<>]+)=)[^&;?\s\"'<>]+"
     # headers, as text or as they look when printed as Python values
-    r"|((?:proxy-)?authorization\b['\"]?\s*[:=,]\s*|(?:set-)?cookie\b['\"]?\s*[:=,]\s*)"
+    r"|(?P<header>(?:authorization|cookie)\b['\"]?\s{0,4}[:=,]\s{0,4})"
     r"(?:\[?b?(?:'[^']*'|\"[^\"]*\")|[^\r\n]+)"
-    r"|(\bBearer\s+)[^\s\"',]+"
+    r"|(?P<bearer>\bBearer\s{1,4})[^\s\"',]+"
     # user:password@ in URLs
-    r"|(://)[^/@\s\"']+(?=@)",
+    r"|(?P<url>://)[^/@\s\"']+(?=@)",
     re.IGNORECASE,
 )
 _SECRET_FIELDS = re.compile(r"(?:.*_)?(?:authorization|cookies?|password|secret|token|headers)\Z")
@@ -83,9 +83,14 @@ _SECRET_FIELDS = re.compile(r"(?:.*_)?(?:authorization|cookies?|password|secret|
 
 def _scrub(text: str) -> str:
     """``text`` with what looks like a secret masked: the net below careful callers."""
-    return _LOOSE_SECRETS.sub(
-        lambda match: next(group for group in match.groups() if group is not None) + _MASK, text
-    )
+    return _LOOSE_SECRETS.sub(_mask_loose, text)
+
+
+def _mask_loose(match: re.Match[str]) -> str:
+    name = match["name"]
+    if name is not None and not _SECRET_NAME.search(unquote_plus(name).lower()):
+        return match[0]
+    return (match["head"] or match["header"] or match["bearer"] or match["url"]) + _MASK
 
 
 def redact_target(target: bytes) -> str:
@@ -103,15 +108,22 @@ def redact_target(target: bytes) -> str:
 
 def _redact_parameter(parameter: str) -> str:
     name, equals, value = parameter.partition("=")
-    if equals and value and _SECRET_NAME.match(unquote_plus(name).strip().lower()):
+    if equals and value and _SECRET_NAME.search(unquote_plus(name).strip().lower()):
         return f"{name}={_MASK}"
     return parameter
 
 
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text)} characters)"
+
+
+def _printable(text: str) -> str:
+    return escape(_scrub(_cut(text)))
+
+
 def escape(text: str) -> str:
     """``text`` on one line and printable, cut if it is very long."""
-    if len(text) > _LONGEST:
-        text = f"{text[:_LONGEST]}... ({len(text)} characters)"
+    text = _cut(text)
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else _escape_char(char) for char in text)
@@ -211,8 +223,7 @@ def _field(name: str, value: Any, depth: int = 0) -> Any:
 
 
 def _clean(text: str) -> str:
-    if len(text) > _LONGEST:
-        text = f"{text[:_LONGEST]}... ({len(text)} characters)"
+    text = _cut(text)
     # Lone surrogates are no characters; most JSON readers refuse them.
     return _scrub(text.encode("utf-8", "backslashreplace").decode("utf-8"))
 
@@ -270,7 +281,7 @@ def _status_colour(status: Any) -> str:
 def render_text(event: Mapping[str, Any], level: str, colour: bool) -> str:
     """One line, and for failures the traceback below it, each line marked with a bar."""
     label = f"{level.upper():<5}"
-    message = escape(_scrub(_message(event)))
+    message = _printable(_message(event))
     if colour:
         if level in _LEVEL_COLOURS:
             label = f"{_LEVEL_COLOURS[level]}{label}{_RESET}"
@@ -293,7 +304,7 @@ def render_text(event: Mapping[str, Any], level: str, colour: bool) -> str:
     line = f"{_timestamp(event.get('log_time'))} {label} {message}{''.join(pairs)}"
     if traceback := _traceback(event):
         line += "".join(
-            f"\n    | {escape(_scrub(part))}" for part in traceback.rstrip("\n").split("\n")
+            f"\n    | {_printable(part)}" for part in traceback.rstrip("\n").split("\n")
         )
     return line
 
@@ -303,7 +314,7 @@ def _pair_value(name: str, value: Any) -> str:
         return _MASK
     if isinstance(value, Mapping | list | tuple | set | frozenset):
         return json.dumps(_plain(value))
-    return _scrub(_text(value))
+    return _scrub(_cut(_text(value)))
 
 
 def _quote(text: str) -> str:

@@ -157,5 +157,5 @@ def makeService(options: Options, reactor: Any = None) -> MultiService:
     if reactor is None:
         from twisted.internet import reactor
     root = Root(observer)
-    TurnstileService(config, reactor=reactor).setServiceParent(root)
+    TurnstileService(config, reactor=reactor).setServiceParent(root)  # type: ignore[no-untyped-call]
     return root
