@@ -91,14 +91,14 @@ class Waiter:
     expiry: Any = None
 
 
-@attrs.frozen
+@attrs.define(eq=False)
 class Queued:
     """A request began to wait."""
 
     waiter: Waiter
 
 
-@attrs.frozen
+@attrs.define(eq=False)
 class Granted:
     """A request got its lease, ``waited`` seconds after it asked."""
 
@@ -106,7 +106,7 @@ class Granted:
     waited: float
 
 
-@attrs.frozen
+@attrs.define(eq=False)
 class Abandoned:
     """A waiting request left its line: ``cancelled``, ``timeout`` or ``shutdown``."""
 
@@ -114,7 +114,7 @@ class Abandoned:
     why: str
 
 
-@attrs.frozen
+@attrs.define(eq=False)
 class Released:
     """A lease ended after ``held`` seconds."""
 
@@ -122,7 +122,7 @@ class Released:
     held: float
 
 
-@attrs.frozen
+@attrs.define(eq=False)
 class Transition:
     """The card passed from one tenant (``None``: idle) to another."""
 

@@ -115,6 +115,11 @@ class Card:
         return frozenset(self._resident)
 
     @property
+    def tenants(self) -> tuple[Tenant, ...]:
+        """The engines that are registered."""
+        return tuple(record.engine.tenant for record in self._records.values())
+
+    @property
     def degraded(self) -> tuple[Degraded, ...]:
         """The degraded intervals that are open now."""
         return tuple(self._open.values())
