@@ -83,7 +83,9 @@ class LeaseGate:
         if self.lease is not None:
             return None
         if waiting.reject_status is not None:
-            raise Busy(f"the GPU is busy ({self._occupant()})", waiting.reject_status, waiting.retry_after)
+            raise Busy(
+                f"the GPU is busy ({self._occupant()})", waiting.reject_status, waiting.retry_after
+            )
         timeout = None if waiting.timeout is None else max(0.0, waiting.timeout - self._waited)
         if self._on_wait is not None:
             self._on_wait(self._client)
@@ -149,7 +151,9 @@ class LlmGate(LeaseGate):
 class NestedGate(LlmGate):
     """A chat request from inside an image job: it runs within the job's lease while ComfyUI has the card."""
 
-    def __init__(self, comfy: ComfyEngine | None, engine: OllamaEngine, *args: object, **kwargs: object) -> None:
+    def __init__(
+        self, comfy: ComfyEngine | None, engine: OllamaEngine, *args: object, **kwargs: object
+    ) -> None:
         super().__init__(engine, *args, **kwargs)
         self._comfy = comfy
         self._leave_job: Callable[[], None] | None = None
@@ -176,7 +180,9 @@ class ImageGate(LeaseGate):
 
     detached = True
 
-    def __init__(self, engine: ComfyEngine, capture: int, guard: Callable[[], None], *args: object) -> None:
+    def __init__(
+        self, engine: ComfyEngine, capture: int, guard: Callable[[], None], *args: object
+    ) -> None:
         super().__init__(*args)  # type: ignore[arg-type]
         self._engine = engine
         self.capture = capture
@@ -207,7 +213,9 @@ class ImageGate(LeaseGate):
         # From here on the engine releases it.
         self.lease = None
         if self._status:
-            self._engine.post_answered(lease, self._status, self._fields, self._body, self._complete)
+            self._engine.post_answered(
+                lease, self._status, self._fields, self._body, self._complete
+            )
         else:
             self._engine.post_failed(lease, body_sent)
 
@@ -234,7 +242,9 @@ class OllamaPolicy:
         self.retry_after = config.busy_retry_after
         reject = config.llm_busy_status if config.llm_busy_mode == "reject" else None
         self._waiting = Waiting(
-            timeout=config.llm_wait_timeout, reject_status=reject, retry_after=config.busy_retry_after
+            timeout=config.llm_wait_timeout,
+            reject_status=reject,
+            retry_after=config.busy_retry_after,
         )
         self._arbiter = arbiter
         self._card = card
@@ -307,7 +317,9 @@ class ComfyPolicy:
         guard: Callable[[], None],
     ) -> None:
         self.retry_after = config.busy_retry_after
-        self._waiting = Waiting(timeout=None, reject_status=None, retry_after=config.busy_retry_after)
+        self._waiting = Waiting(
+            timeout=None, reject_status=None, retry_after=config.busy_retry_after
+        )
         self._capture = config.prompt_capture_limit
         self._arbiter = arbiter
         self._card = card

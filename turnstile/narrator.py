@@ -45,7 +45,11 @@ class Narrator:
 
     def _debug(self, event: Event) -> None:
         if isinstance(event, Transition):
-            _log.debug("the card: {before} -> {after}", before=_name(event.before), after=_name(event.after))
+            _log.debug(
+                "the card: {before} -> {after}",
+                before=_name(event.before),
+                after=_name(event.after),
+            )
         elif isinstance(event, Queued):
             _log.debug("{label} waits", label=event.waiter.label, tenant=event.waiter.tenant.name)
         elif isinstance(event, Granted) and event.waited > 0:
@@ -73,4 +77,9 @@ class Narrator:
 
     def _evicted(self, engine: str, outcome: Eviction, seconds: float) -> None:
         tell = _log.info if outcome is Eviction.CONFIRMED else _log.warn
-        tell("evicting {engine}: {outcome} after {seconds:.3f} s", engine=engine, outcome=outcome.value, seconds=seconds)
+        tell(
+            "evicting {engine}: {outcome} after {seconds:.3f} s",
+            engine=engine,
+            outcome=outcome.value,
+            seconds=seconds,
+        )

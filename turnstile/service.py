@@ -16,7 +16,7 @@ from twisted.web.client import BrowserLikePolicyForHTTPS
 
 from turnstile import __version__, exitcode
 from turnstile import log as tlog
-from turnstile.arbiter import Arbiter, Kind, Tenant
+from turnstile.arbiter import Arbiter
 from turnstile.card import Card
 from turnstile.config import Config, Upstream
 from turnstile.engines.base import Engine
@@ -37,7 +37,7 @@ from turnstile.warm import Warmer
 
 _log = tlog.Logger()
 
-#: The tenant that stands for "nobody" while the card is looked at for the first time.
+#: Connections that may wait in the kernel to be accepted.
 BACKLOG = 1024
 
 
@@ -68,6 +68,8 @@ class TurnstileService(Service):
         self._warmer: Warmer | None = None
         self._undo_sighup: Callable[[], None] | None = None
         self._resume: Callable[[], None] | None = None
+        #: Fires once the engines were looked at, from when on requests are granted the card.
+        self.ready: Deferred[None] = Deferred()
         self._trust_root = _trust_root(config)
         self._build()
 
@@ -104,20 +106,33 @@ class TurnstileService(Service):
                 probe_timeout=config.probe_timeout,
                 prompt_capture_limit=config.prompt_capture_limit,
                 free_between_jobs=config.free_between_jobs,
-                evict_nested=(lambda: self.card.evict("ollama")) if self.ollama is not None else None,
+                evict_nested=(lambda: self.card.evict("ollama"))
+                if self.ollama is not None
+                else None,
             )
             self.card.register(self.comfy)
             self.comfy.add_job_listener(self.metrics.job_done)
         if self.ollama is not None and self.comfy is not None and config.warm_model:
             self._warmer = Warmer(
-                self.arbiter, self.card, self.ollama, config.warm_model, config.warm_timeout, self._reactor
+                self.arbiter,
+                self.card,
+                self.ollama,
+                config.warm_model,
+                config.warm_timeout,
+                self._reactor,
             )
         self._build_sites()
 
     def _build_sites(self) -> None:
         config = self.config
         pages = make_status_tree(
-            self.arbiter, self.card, self.engines, self._reactor, __version__, self.metrics, short_forms=True
+            self.arbiter,
+            self.card,
+            self.engines,
+            self._reactor,
+            __version__,
+            self.metrics,
+            short_forms=True,
         )
         if self.ollama is not None and config.ollama_url is not None:
             pool = self._pool(config.ollama_url)
@@ -147,7 +162,9 @@ class TurnstileService(Service):
             pool,
             policy,
             reactor=self._reactor,
-            retry=RetryPolicy(config.backoff_initial, config.backoff_max, config.retry_status_limit),
+            retry=RetryPolicy(
+                config.backoff_initial, config.backoff_max, config.retry_status_limit
+            ),
             observer=self.metrics,
             relays_websockets=comfy is not None,
             tls=listen.startswith("ssl:"),
@@ -181,7 +198,10 @@ class TurnstileService(Service):
 
     def _pool(self, upstream: Upstream) -> UpstreamPool:
         pool = UpstreamPool(
-            self._reactor, upstream, timeout=self.config.connect_timeout, trust_root=self._trust_root
+            self._reactor,
+            upstream,
+            timeout=self.config.connect_timeout,
+            trust_root=self._trust_root,
         )
         self._pools.append(pool)
         return pool
@@ -211,6 +231,7 @@ class TurnstileService(Service):
                 _log.failure("the first look at an engine failed", failure=result)
         if self._resume is not None:
             self._resume()
+        self.ready.callback(None)
 
     def _listen(self) -> None:
         if self.ports:
@@ -291,12 +312,16 @@ def _trust_root(config: Config) -> Any:
         with open(config.upstream_ca, "rb") as file:
             pem = file.read()
         certificates = [
-            ssl.Certificate.loadPEM(block + _PEM_END) for block in pem.split(_PEM_END) if b"BEGIN" in block
+            ssl.Certificate.loadPEM(block + _PEM_END)
+            for block in pem.split(_PEM_END)
+            if b"BEGIN" in block
         ]
         if not certificates:
             raise ValueError("no certificate in it")
     except Exception as error:
-        raise SystemExit(f"turnstile: cannot use {config.upstream_ca} as UPSTREAM_CA: {error}") from None
+        raise SystemExit(
+            f"turnstile: cannot use {config.upstream_ca} as UPSTREAM_CA: {error}"
+        ) from None
     return ssl.trustRootFromCertificates(certificates)
 
 
@@ -316,6 +341,3 @@ def _who_may_hold(name: str) -> str:
     if name == "comfyui":
         return " (ComfyUI itself may still be on it: move it, e.g. --port 8189)"
     return ""
-
-
-__all__ = ["Kind", "Tenant", "TurnstileService"]

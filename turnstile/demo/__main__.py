@@ -1,0 +1,140 @@
+"""``python -m turnstile.demo``: see ``--help``."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import signal
+import sys
+from typing import Any
+
+from twisted.internet.defer import Deferred, ensureDeferred
+from twisted.logger import (
+    FilteringLogObserver,
+    LogLevel,
+    LogLevelFilterPredicate,
+    globalLogBeginner,
+    textFileLogObserver,
+)
+
+from turnstile import log as tlog
+from turnstile.demo.show import Show, Traffic
+from turnstile.demo.stage import Stage
+from turnstile.demo.story import Story
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The demo's own options."""
+    parser = argparse.ArgumentParser(
+        prog="script/demo",
+        description="A simulated 16 GiB card with Ollama and ComfyUI on it, and turnstile in front: chats stream,"
+        " image jobs come in, and the terminal shows what the card does, until Ctrl-C.",
+    )
+    parser.add_argument(
+        "--once",
+        action="store_true",
+        help="tell one story, chat -> image -> chat, step by step; exit 0 only if every step came out right",
+    )
+    parser.add_argument(
+        "--speed", type=float, default=1.0, help="how fast simulated time goes (default 1)"
+    )
+    parser.add_argument(
+        "--ollama-port", type=int, default=0, help="turnstile's port for chats (default: any)"
+    )
+    parser.add_argument(
+        "--comfy-port", type=int, default=0, help="turnstile's port for images (default: any)"
+    )
+    parser.add_argument(
+        "--quiet", action="store_true", help="no traffic of its own: try your clients on it"
+    )
+    options = parser.parse_args(arguments)
+    if not 0.01 <= options.speed <= 1000:
+        parser.error("--speed must be between 0.01 and 1000")
+    return options
+
+
+def main() -> None:
+    """Run the demo; exits 0 if all went well."""
+    options = parse(sys.argv[1:])
+    from twisted.internet import reactor as installed
+
+    reactor: Any = installed
+    tlog.set_level("warn")
+    observer = FilteringLogObserver(
+        textFileLogObserver(sys.stderr), [LogLevelFilterPredicate(LogLevel.warn)]
+    )
+    globalLogBeginner.beginLoggingTo([observer], redirectStandardIO=False)
+    codes: list[int] = []
+    stop: Deferred[None] = Deferred()
+
+    def interrupted(*_: object) -> None:
+        reactor.callFromThread(_fire, stop)
+
+    def run() -> None:
+        signal.signal(signal.SIGINT, interrupted)
+        signal.signal(signal.SIGTERM, interrupted)
+        task = _once(reactor, options, stop) if options.once else _live(reactor, options, stop)
+        d = ensureDeferred(task)
+        d.addCallbacks(codes.append, _crashed)
+        d.addBoth(lambda _: reactor.stop())
+
+    def _crashed(failure: Any) -> None:
+        failure.printTraceback(file=sys.stderr)
+        codes.append(1)
+
+    reactor.callWhenRunning(run)
+    reactor.run()
+    raise SystemExit(codes[0] if codes else 1)
+
+
+def _fire(d: Deferred[None]) -> None:
+    if not d.called:
+        d.callback(None)
+
+
+async def _start(reactor: Any, options: argparse.Namespace) -> Stage:
+    stage = Stage(reactor, options.speed, options.ollama_port, options.comfy_port)
+    await stage.start()
+    print(
+        f"Ollama  through turnstile: {stage.ollama_url}   (the engine itself: {stage.host.ollama.url})"
+    )
+    print(
+        f"ComfyUI through turnstile: {stage.comfy_url}   (the engine itself: {stage.host.comfy.url})"
+    )
+    print(f"state:                     {stage.ollama_url}/turnstile/state\n", flush=True)
+    return stage
+
+
+async def _once(reactor: Any, options: argparse.Namespace, stop: Deferred[None]) -> int:
+    stage = await _start(reactor, options)
+    story = ensureDeferred(Story(stage, lambda line: print(line, flush=True)).run())
+    stop.addCallback(lambda _: story.cancel())
+    try:
+        await story
+    except Exception as error:
+        print(f"\nWRONG: {error or type(error).__name__}", flush=True)
+        code = 1
+    else:
+        print("\nevery step came out right", flush=True)
+        code = 0
+    await stage.stop()
+    return code
+
+
+async def _live(reactor: Any, options: argparse.Namespace, stop: Deferred[None]) -> int:
+    stage = await _start(reactor, options)
+    traffic = Traffic(stage, random.Random())
+    show = Show(stage, traffic, sys.stdout, sys.stdout.isatty())
+    if not options.quiet:
+        traffic.start()
+    show.start()
+    await stop
+    show.stop()
+    traffic.stop()
+    await stage.stop()
+    print("\nstopped", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    main()

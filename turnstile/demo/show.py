@@ -1,0 +1,163 @@
+"""The live picture of the demo: random traffic, and what the card does about it."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from typing import IO, Any
+
+from twisted.internet.defer import CancelledError, Deferred, ensureDeferred
+from twisted.internet.task import LoopingCall, deferLater
+from twisted.python.failure import Failure
+
+from turnstile.demo.stage import Stage
+from turnstile.sim.card import GIB
+from turnstile.sim.graphs import image_graph
+
+_COLOURS = {"ollama": "36", "comfyui": "35"}
+_BAR = 48
+
+
+class Traffic:
+    """Chats and image jobs at random, for ever; its Deferred is cancelled to end it."""
+
+    def __init__(self, stage: Stage, rng: random.Random) -> None:
+        self._stage = stage
+        self._rng = rng
+        self.done = {"chats": 0, "images": 0, "failed": 0}
+        self.last: deque[str] = deque(maxlen=6)
+        self._running: set[Deferred[Any]] = set()
+        self._stopped = False
+
+    def start(self) -> None:
+        self._go(self._every(1.0, 5.0, self._chat))
+        self._go(self._every(5.0, 14.0, self._image))
+
+    def stop(self) -> None:
+        self._stopped = True
+        for d in tuple(self._running):
+            d.cancel()
+
+    def _go(self, coroutine: Any) -> None:
+        d: Deferred[Any] = ensureDeferred(coroutine)
+        self._running.add(d)
+        d.addErrback(self._failed)
+        d.addBoth(lambda _: self._running.discard(d))
+
+    def _failed(self, failure: Failure) -> None:
+        if not self._stopped and not failure.check(CancelledError):
+            self.done["failed"] += 1
+            self.last.append(f"failed: {failure.getErrorMessage()}")
+
+    async def _every(self, least: float, most: float, one: Any) -> None:
+        while True:
+            self._go(one())
+            await deferLater(self._stage.reactor, self._rng.uniform(least, most), lambda: None)
+
+    async def _chat(self) -> None:
+        began = self._stage.reactor.seconds()
+        first: list[float] = []
+
+        def word(_: str) -> None:
+            if not first:
+                first.append(self._stage.reactor.seconds() - began)
+
+        tokens = self._rng.randint(10, 80)
+        await self._stage.chat("tell me something", tokens, word)
+        self.done["chats"] += 1
+        self.last.append(f"chat answered: {tokens} tokens, the first after {first[0]:.1f} s")
+
+    async def _image(self) -> None:
+        began = self._stage.reactor.seconds()
+        prompt_id = await self._stage.post_prompt(
+            image_graph(steps=self._rng.randint(6, 20)), "demo"
+        )
+        waited = self._stage.reactor.seconds() - began
+        self.done["images"] += 1
+        self.last.append(f"image job {prompt_id[:8]} started after {waited:.1f} s")
+
+
+class Show:
+    """Draws the state a few times a second (terminal) or prints a line where it changed (elsewhere)."""
+
+    def __init__(self, stage: Stage, traffic: Traffic, out: IO[str], live: bool) -> None:
+        self._stage = stage
+        self._traffic = traffic
+        self._out = out
+        self._live = live
+        self._drawn = 0
+        self._last_line = ""
+        self._loop = LoopingCall(self._tick)
+
+    def start(self) -> None:
+        self._loop.start(0.2 if self._live else 0.5).addErrback(lambda _: None)
+
+    def stop(self) -> None:
+        if self._loop.running:
+            self._loop.stop()
+
+    def _tick(self) -> Deferred[None]:
+        d: Deferred[None] = ensureDeferred(self._draw())
+        return d.addErrback(lambda _: None)
+
+    async def _draw(self) -> None:
+        state = await self._stage.state()
+        lines = self.lines(state)
+        if not self._live:
+            if lines[0] != self._last_line:
+                self._last_line = lines[0]
+                self._out.write(" | ".join(line.strip() for line in lines[:4]) + "\n")
+                self._out.flush()
+            return
+        if self._drawn:
+            self._out.write(f"\x1b[{self._drawn}A")
+        self._out.write("".join(f"\x1b[2K{line}\n" for line in lines))
+        self._out.flush()
+        self._drawn = len(lines)
+
+    def lines(self, state: dict[str, Any]) -> list[str]:
+        """The picture: a handful of lines."""
+        tenant = state["tenant"]
+        leases, waiting = state["leases"], state["waiting"]
+        who = f"{state['state']}" + (
+            f" ({tenant}, {len(leases)} lease{'s'[: len(leases) != 1]})" if tenant else ""
+        )
+        lines = [
+            f"state    {who}",
+            f"waits    {len(waiting['llm'])} chat, {len(waiting['image'])} image"
+            + self._oldest(waiting),
+            f"VRAM     {self._bar()}",
+            f"job      {self._job(state)}",
+            f"done     {self._traffic.done['chats']} chats, {self._traffic.done['images']} images"
+            f", {self._traffic.done['failed']} failed; overlaps: {len(self._stage.host.card.overlaps)}",
+        ]
+        last = list(self._traffic.last)
+        return lines + [f"         {text}" for text in last + [""] * (6 - len(last))]
+
+    def _oldest(self, waiting: dict[str, Any]) -> str:
+        ages = [entry["age"] for line in waiting.values() for entry in line]
+        return f" (the oldest for {max(ages):.1f} s)" if ages else ""
+
+    def _bar(self) -> str:
+        card = self._stage.host.card
+        bar, used_cells = "", 0
+        for owner, used in sorted(card.residents.items()):
+            cells = round(_BAR * used / card.total_bytes)
+            used_cells += cells
+            block = "█" * cells
+            bar += f"\x1b[{_COLOURS[owner]}m{block}\x1b[0m" if self._live else block
+        names = ", ".join(
+            f"{owner} {used / GIB:.1f}" for owner, used in sorted(card.residents.items())
+        )
+        return f"[{bar}{'·' * (_BAR - used_cells)}] {names or 'empty'} of {card.total_bytes / GIB:.0f} GiB"
+
+    def _job(self, state: dict[str, Any]) -> str:
+        job = state.get("job")
+        if not job:
+            return "none"
+        progress = job.get("progress")
+        if isinstance(progress, dict) and progress.get("max"):
+            done = f"step {progress['value']} of {progress['max']}"
+        else:
+            done = "progress unknown"
+        return f"{str(job.get('prompt_id'))[:8]}: {done}"
