@@ -185,6 +185,10 @@ async def test_refused_prompts() -> None:
             code, answer = await call(sim, "POST", "/prompt", asked)
             assert code == 400 and answer["error"]["type"] == kind
             assert answer["error"].keys() == {"type", "message", "details", "extra_info"}
+        for path in ("/queue", "/history"):
+            assert (await call(sim, "POST", path, []))[0] == 200
+            assert (await call(sim, "POST", path, b"5"))[0] == 500
+        assert (await call(sim, "POST", "/prompt", []))[1]["error"]["type"] == "no_prompt"
         for body in (b"", b"{", b"\xff\xfe", b'{"prompt": null}'):
             code, answer = await deferToThread(raw, sim, b"POST /prompt", body)
             assert code == 500 and b"Connection: close\r\n" in answer and b"text/plain" in answer
@@ -254,6 +258,7 @@ async def test_errors_of_nodes() -> None:
         for graph, kind in (
             (error_graph(), "RuntimeError"),
             (oom_graph(), "torch.OutOfMemoryError"),
+            ({"1": node("SimSleep", duration="soon")}, "ValueError"),
         ):
             job = await queue(sim, graph)
             await sim.when_idle()

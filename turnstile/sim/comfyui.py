@@ -18,8 +18,8 @@ from .card import MIB, Card
 from .comfy_assets import object_info
 from .comfy_worker import ComfyWorker
 from .comfy_ws import ComfySocket
+from .exchange import Exchange, HttpError
 from .graphs import NO_PROMPT, OUTPUT_CLASSES, validate
-from .http import Exchange, HttpError
 
 VERSION = "0.3.64"
 TROUBLE = b"500 Internal Server Error\n\nServer got itself in trouble"

@@ -80,14 +80,16 @@ def links(entry: dict[str, Any]) -> list[str]:
 def order(graph: Graph, outputs: list[str]) -> list[str]:
     """The nodes that the outputs need, each after what it needs itself."""
     done: list[str] = []
+    seen: set[str] = set()
     stack = [(name, False) for name in reversed(outputs)]
     while stack:
         name, expanded = stack.pop()
-        if name in done:
-            continue
         if expanded:
             done.append(name)
             continue
+        if name in seen:
+            continue
+        seen.add(name)
         stack.append((name, True))
         stack.extend((needed, False) for needed in reversed(links(graph[name])))
     return done

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
-from .http import HttpError
+from .exchange import HttpError
 
 JSON = b"application/json; charset=utf-8"
 WORDS = ("the", "card", "has", "one", "tenant", "at", "a", "time")

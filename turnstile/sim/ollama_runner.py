@@ -15,8 +15,8 @@ from twisted.internet.defer import Deferred, DeferredSemaphore
 from twisted.internet.interfaces import IDelayedCall
 
 from .card import GIB, Card, OutOfVram
+from .exchange import HttpError
 from .faults import Faults, take
-from .http import HttpError
 from .server import EngineSim
 
 RAMP_STEPS = 4

@@ -16,8 +16,9 @@ from twisted.logger import Logger
 from twisted.python.failure import Failure
 
 from .card import Card
+from .exchange import Exchange, HttpError, RecordedRequest
 from .faults import Faults, Rule
-from .http import Connection, Exchange, HttpError, RecordedRequest
+from .http import Connection
 
 log = Logger()
 
