@@ -162,7 +162,7 @@ async def test_errors_have_the_shape_of_their_api() -> None:
 
 @pytest_twisted.ensureDeferred
 async def test_unload_is_answered_at_once_and_waits_for_the_request() -> None:
-    async with running(token_rate=20.0) as host:
+    async with running(token_rate=0.5) as host:
         generation = ensureDeferred(
             call(host, "POST", "/api/generate", {"model": "llama3.2", "prompt": "x"})
         )
@@ -174,6 +174,7 @@ async def test_unload_is_answered_at_once_and_waits_for_the_request() -> None:
             assert code == 200 and json.loads(body)["done_reason"] == "unload"
         assert not generation.called
         assert len(json.loads((await call(host, "GET", "/api/ps"))[1])["models"]) == 1
+        host.ollama.token_rate = 1000.0
         assert (await generation)[0] == 200
         await host.ollama.when_idle()
         assert host.card.used == 0
@@ -250,12 +251,13 @@ async def test_runner_may_ignore_a_client_that_left() -> None:
 
 @pytest_twisted.ensureDeferred
 async def test_ps_can_hide_a_loading_model() -> None:
-    async with running(ps_lists_loading=False, cancels_load=False) as host:
+    async with running(ps_lists_loading=False, cancels_load=False, load_time=20.0) as host:
         load = ensureDeferred(call(host, "POST", "/api/generate", {"model": "llama3.2"}))
         load.addErrback(lambda _: None)
         await until(lambda: host.card.used)
         load.cancel()
         assert json.loads((await call(host, "GET", "/api/ps"))[1])["models"] == []
+        host.ollama.load_time = 0.0
         await until(lambda: host.ollama.resident.get("llama3.2:latest") == "ready")
         assert len(json.loads((await call(host, "GET", "/api/ps"))[1])["models"]) == 1
 
@@ -289,11 +291,12 @@ async def test_a_model_that_does_not_fit_is_an_error_if_the_card_does_not_page()
 
 @pytest_twisted.ensureDeferred
 async def test_full_queue_is_busy() -> None:
-    async with running(max_queue=1) as host:
+    async with running(max_queue=1, load_time=20.0) as host:
         first = ensureDeferred(call(host, "POST", "/api/generate", {"model": "llama3.2"}))
         await until(lambda: host.ollama.waiting)
         code, body = await call(host, "POST", "/api/generate", {"model": "llama3.2"})
         assert code == 503 and json.loads(body)["error"].startswith("server busy")
+        host.ollama.load_time = 0.0
         assert (await first)[0] == 200
 
 
