@@ -360,6 +360,7 @@ class NestedHint:
         self._nested = nested_listener
         self._addresses: frozenset[str] | None = None
         self._hinted: Lease | None = None
+        self._warned = False
 
     def __call__(self, client: str) -> None:
         tenant = self._arbiter.tenant
@@ -374,7 +375,10 @@ class NestedHint:
             if self._nested
             else "give such calls a listener of their own (--listen-ollama-nested)"
         )
-        _log.warn(
+        # With everything on one machine every client shares that address, and most of them are innocent: once is enough.
+        tell = _log.info if self._warned and client in ("127.0.0.1", "::1") else _log.warn
+        self._warned = True
+        tell(
             "an LLM request from ComfyUI's own address waits for the image job; if a node of that job sent it,"
             " neither will end: {advice}",
             advice=advice,

@@ -30,6 +30,8 @@ class Traffic:
         self._stopped = False
 
     def start(self) -> None:
+        # As ComfyUI's page does; its events are where turnstile learns how far a job is.
+        self._go(self._stage.events("demo", lambda event: None))
         self._go(self._every(1.0, 5.0, self._chat))
         self._go(self._every(5.0, 14.0, self._image))
 
