@@ -162,6 +162,8 @@ class _Unloader:
         self._complain = complain
         self._sent: dict[str, float] = {}
         self._running: set[Deferred[None]] = set()
+        #: Models whose unload was answered 5xx once.
+        self._failed: set[str] = set()
 
     def ask(self, models: frozenset[str]) -> None:
         """Tell every listed model to leave that was not told lately; forget those that left."""
@@ -190,7 +192,12 @@ class _Unloader:
             try:
                 payload = {"model": name, "keep_alive": 0, "stream": False}
                 yield self._client.post_json("/api/generate", payload, LOOK_TIMEOUT)
-            except HttpError:
+            except HttpError as e:
+                if e.status >= 500 and name not in self._failed:
+                    # It may have worked all the same, and then embed would load the model again: if it is still
+                    # listed the next time, it did not.
+                    self._failed.add(name)
+                    raise
                 # An embedding-only model refuses generate, and embed refuses a missing input.
                 payload = {"model": name, "input": "x", "keep_alive": 0}
                 yield self._client.post_json("/api/embed", payload, LOOK_TIMEOUT)
