@@ -1333,6 +1333,7 @@ async def test_slow_reader_bounds_memory(direction, peers, serve, front):
     await until(lambda: relays.relays and relays.relays[0].phase == "open")
     relay = relays.relays[0]
     sink, source = relay.client, relay._upstream
+    assert sink.transport.getTcpNoDelay() and source.transport.getTcpNoDelay()
     if direction == "up":
         sink, source = source, sink
     most = watch_buffer(sink.transport)

@@ -61,6 +61,9 @@ class End:
     sendPing: Any
     sendPong: Any
 
+    # As a factory's option it comes too late: autobahn sets the socket before it reads the options.
+    tcpNoDelay = True
+
     name: str
     relay: WebSocketRelay
     peer_side: End | None = None
@@ -464,7 +467,6 @@ def _options(factory: Any) -> Any:
         "closeHandshakeTimeout": 0,
         "autoPingInterval": 0,
         "autoPingTimeout": 0,
-        "tcpNoDelay": True,
     }
     if factory.isServer:
         options["versions"] = [13]
