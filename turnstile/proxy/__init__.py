@@ -1,0 +1,1 @@
+"""The data path: HTTP and WebSocket, in and out."""
