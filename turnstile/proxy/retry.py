@@ -56,10 +56,12 @@ def connect_with_backoff(
     :param failed: told of each failure and the seconds until the next attempt.
     """
     pending: list[Any] = []
+    over = False
 
     def cancel(_: object) -> None:
-        current = pending.pop()
-        current.cancel()
+        nonlocal over
+        over = True
+        pending.pop().cancel()
 
     result: Deferred[Any] = Deferred(cancel)
 
@@ -69,9 +71,11 @@ def connect_with_backoff(
         d.addCallbacks(result.callback, lambda f: retry(f, failures + 1))
 
     def retry(failure: Failure, failures: int) -> None:
+        if over:
+            # Endpoints fail with an error of their own when they are cancelled (ConnectingCancelledError).
+            return
         if failure.check(CancelledError):
-            if not result.called and pending:
-                result.errback(failure)
+            result.errback(failure)
             return
         wait = policy.delay(failures, chance())
         failed(failure, wait)
