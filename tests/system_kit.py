@@ -91,7 +91,7 @@ class Wire(Protocol):
     """A client's bare socket: what was sent is what is on the wire."""
 
     def __init__(self) -> None:
-        self.received = b""
+        self.received = bytearray()
         self.lost: Failure | None = None
         self.arrivals: list[float] = []
 
@@ -145,7 +145,8 @@ class Wire(Protocol):
     @property
     def status(self) -> int:
         """The status of the first answer; 0: none yet."""
-        return int(self.received.split(b" ", 2)[1]) if b"\r\n" in self.received else 0
+        head = bytes(self.received[:15])
+        return int(head[9:12]) if len(head) == 15 else 0
 
 
 class System:

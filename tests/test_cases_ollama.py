@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import pytest_twisted
 from system_kit import System, Wire, chat_body, reactor, running, tick, until
-from twisted.internet.defer import DeferredList
+from twisted.internet.defer import DeferredList, ensureDeferred
 
 from turnstile.sim import GIB, ModelSpec
 from turnstile.sim.graphs import sleep_graph
@@ -54,12 +54,7 @@ async def test_A01_a_request_whose_client_left_while_waiting_is_logged_as_such()
         wire.close()
         await s.until_waiting()
         assert s.said("/api/chat left the waiting line: cancelled")
-        (line,) = (
-            s.said("<--  POST /api/chat")
-            or s.said("<-- --- POST /api/chat")
-            or s.said("POST /api/chat aborted")
-            or [line for line in s.said("<--") if "/api/chat" in line]
-        )
+        (line,) = [line for line in s.said("<--") if "/api/chat" in line]
         assert "200" not in line
         await s.request("POST", "/interrupt", {}, "comfyui")
 
@@ -169,8 +164,6 @@ async def test_A17_chats_that_waited_for_one_image_load_the_model_once() -> None
         assert len(s.host.ollama.loads) == 1
         assert len(s.host.comfy.frees) == 1
         assert len(s.host.comfy.requests_for("POST", "/free")) == 1
-        waited = [t for t in s.service.arbiter.leases]
-        assert waited == []
 
 
 @pytest_twisted.ensureDeferred
@@ -231,17 +224,10 @@ async def test_B03_a_client_that_leaves_the_line_causes_no_switch() -> None:
 
 @pytest_twisted.ensureDeferred
 async def test_C04_an_unload_that_waits_for_a_generation_is_waited_for() -> None:
-    async with running(overlaps="never") as s:
-        # Somebody beside turnstile talks to Ollama, for a while.
-        direct = s.later("POST", "/api/version")
-        await direct
-        wire = await s.wire()
-        wire.send_request("POST", "/api/chat", chat_body(1, stream=False))
-        await wire.until(b'"done":true')
-        hold = s.host.ollama.acquire(LLAMA, None)
-        from twisted.internet.defer import ensureDeferred
-
-        runner = await ensureDeferred(hold)
+    async with running() as s:
+        assert (await s.chat(1)).status == 200
+        # Somebody beside turnstile uses the model, for a while.
+        runner = await ensureDeferred(s.host.ollama.acquire(LLAMA, None))
         job = s.prompt()
         await until(lambda: unloads(s))
         first = unloads(s)[0]

@@ -105,7 +105,7 @@ class LeaseGate:
             return Failure(Busy(message, 503, waiting.retry_after))
 
         d = self._arbiter.acquire(self._tenant, self._label, self._client, timeout)
-        return d.addCallbacks(granted, refused)  # type: ignore[arg-type,return-value]
+        return d.addCallbacks(granted, refused)
 
     def _occupant(self) -> str:
         arbiter = self._arbiter
@@ -152,16 +152,23 @@ class NestedGate(LlmGate):
     """A chat request from inside an image job: it runs within the job's lease while ComfyUI has the card."""
 
     def __init__(
-        self, comfy: ComfyEngine | None, engine: OllamaEngine, *args: object, **kwargs: object
+        self,
+        comfy: ComfyEngine | None,
+        on_nested: Callable[[], None],
+        engine: OllamaEngine,
+        *args: object,
+        **kwargs: object,
     ) -> None:
         super().__init__(engine, *args, **kwargs)
         self._comfy = comfy
+        self._on_nested = on_nested
         self._leave_job: Callable[[], None] | None = None
 
     def enter(self) -> Deferred[None] | None:
         if self._comfy is not None:
             self._leave_job = self._comfy.enter_nested()
             if self._leave_job is not None:
+                self._on_nested()
                 return None
         return super().enter()
 
@@ -283,13 +290,16 @@ class NestedOllamaPolicy(OllamaPolicy):
         engine: OllamaEngine,
         clock: IReactorTime,
         comfy: ComfyEngine | None,
+        on_nested: Callable[[], None],
     ) -> None:
         super().__init__(config, arbiter, card, engine, clock)
         self._comfy = comfy
+        self._on_nested = on_nested
 
     def open_gate(self, head: RequestHead, client: str) -> Gate:
         return NestedGate(
             self._comfy,
+            self._on_nested,
             self._engine,
             self._arbiter,
             self._card,
@@ -375,7 +385,7 @@ class NestedHint:
             if self._nested
             else "give such calls a listener of their own (--listen-ollama-nested)"
         )
-        # With everything on one machine every client shares that address, and most of them are innocent: once is enough.
+        # With everything on one machine every client shares that address, most of them innocent: once is enough.
         tell = _log.info if self._warned and client in ("127.0.0.1", "::1") else _log.warn
         self._warned = True
         tell(

@@ -22,6 +22,7 @@ from turnstile.config import Config, Upstream
 from turnstile.engines.base import Engine
 from turnstile.engines.client import JsonClient, make_client
 from turnstile.engines.comfy_events import make_connect_events
+from turnstile.engines.comfy_free import Memory
 from turnstile.engines.comfyui import ComfyEngine
 from turnstile.engines.ollama import OllamaEngine
 from turnstile.gates import ComfyPolicy, NestedHint, NestedOllamaPolicy, OllamaPolicy
@@ -112,6 +113,7 @@ class TurnstileService(Service):
             )
             self.card.register(self.comfy)
             self.comfy.add_job_listener(self.metrics.job_done)
+            self.comfy.add_memory_listener(self._memory_seen)
         if self.ollama is not None and self.comfy is not None and config.warm_model:
             self._warmer = Warmer(
                 self.arbiter,
@@ -145,7 +147,13 @@ class TurnstileService(Service):
             self._site("ollama", config.listen_ollama, pool, policy, pages)
             if config.listen_ollama_nested:
                 policy = NestedOllamaPolicy(
-                    config, self.arbiter, self.card, self.ollama, self._reactor, self.comfy
+                    config,
+                    self.arbiter,
+                    self.card,
+                    self.ollama,
+                    self._reactor,
+                    self.comfy,
+                    self.metrics.nested_call,
                 )
                 self._site("ollama-nested", config.listen_ollama_nested, pool, policy, pages)
         if self.comfy is not None and config.comfy_url is not None:
@@ -182,6 +190,12 @@ class TurnstileService(Service):
     def engines(self) -> list[Engine]:
         """The engines that are configured."""
         return [engine for engine in (self.ollama, self.comfy) if engine is not None]
+
+    def _memory_seen(self, memory: Memory | None) -> None:
+        self.metrics.set_vram(
+            used=None if memory is None else memory.used,
+            total=None if memory is None else memory.total,
+        )
 
     def _client(self, upstream: Upstream) -> JsonClient:
         client = make_client(

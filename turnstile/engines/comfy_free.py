@@ -60,6 +60,32 @@ def reserved_memory(stats: object) -> int | None:
     return total if known else None
 
 
+@attrs.frozen
+class Memory:
+    """Bytes of the cards' memory, as ``/system_stats`` told them at some time."""
+
+    used: int
+    total: int
+    at: float
+
+
+def device_memory(stats: object, now: float) -> Memory | None:
+    """What an answer of ``/system_stats`` says of the cards, whoever uses them; ``None`` where it cannot tell."""
+    devices = stats.get("devices") if isinstance(stats, dict) else None
+    used = total = 0
+    for device in devices if isinstance(devices, list) else ():
+        if not isinstance(device, dict) or device.get("type") in ("cpu", "mps"):
+            continue
+        figures = [device.get(key, 0) for key in ("vram_total", "vram_free", "torch_vram_free")]
+        if not all(isinstance(figure, (int, float)) for figure in figures):
+            continue
+        # ComfyUI counts what PyTorch has reserved and does not use as free.
+        size, free, reserved_free = map(int, figures)
+        total += size
+        used += max(0, size - free + reserved_free)
+    return Memory(used, total, now) if total else None
+
+
 class Verdict(enum.Enum):
     """What the looks so far show."""
 
@@ -108,6 +134,7 @@ class Freer:
     """One attempt at a time to free ComfyUI.
 
     :param look: asks for the queue with a time limit.
+    :param on_stats: is told each answer of ``/system_stats``.
     """
 
     log = Logger()
@@ -117,10 +144,12 @@ class Freer:
         client: JsonClient,
         clock: IReactorTime,
         look: Callable[[float], Deferred[QueueView]],
+        on_stats: Callable[[object], None] = lambda stats: None,
     ) -> None:
         self._client = client
         self._clock = clock
         self._look = look
+        self._on_stats = on_stats
         self.floor = Floor()
 
     @inlineCallbacks
@@ -215,4 +244,8 @@ class Freer:
         )
 
     def _stats(self, timeout: float) -> Deferred[Any]:
-        return self._client.get_json("/system_stats", timeout)
+        def note(stats: object) -> object:
+            self._on_stats(stats)
+            return stats
+
+        return self._client.get_json("/system_stats", timeout).addCallback(note)

@@ -69,6 +69,8 @@ class Owner(Protocol):
 
     def tap(self, text: bytes) -> None: ...
 
+    def note_stats(self, stats: object) -> None: ...
+
 
 class Watch:
     """Knows the queue, whose jobs are in it, and when the owner's job is over.
@@ -239,6 +241,7 @@ class Watch:
         deadline = self._clock.seconds() + self.probe_timeout
         try:
             stats = yield self._client.get_json("/system_stats", self.probe_timeout)
+            self._owner.note_stats(stats)
             system = stats.get("system") if isinstance(stats, dict) else None
             version = system.get("comfyui_version") if isinstance(system, dict) else None
             self.version = version if isinstance(version, str) else "unknown"

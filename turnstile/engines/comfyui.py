@@ -29,7 +29,7 @@ from turnstile.card import Card, Eviction
 from turnstile.engines.client import JsonClient
 from turnstile.engines.comfy_events import ConnectEvents
 from turnstile.engines.comfy_foreign import Adoption
-from turnstile.engines.comfy_free import Freer
+from turnstile.engines.comfy_free import Freer, Memory, device_memory
 from turnstile.engines.comfy_jobs import (
     Job,
     Outcome,
@@ -106,7 +106,10 @@ class ComfyEngine:
             poll_interval=history_poll_interval,
             probe_timeout=probe_timeout,
         )
-        self._freer = Freer(client, clock, self._watch.look_at_queue)
+        self._freer = Freer(client, clock, self._watch.look_at_queue, self.note_stats)
+        #: The card's memory when ComfyUI was last asked.
+        self.memory: Memory | None = None
+        self._memory_listeners: list[Callable[[Memory | None], None]] = []
         if evict_nested is None:
 
             def evict_nested() -> Deferred[Any]:
@@ -147,6 +150,16 @@ class ComfyEngine:
     def add_job_listener(self, listener: JobListener) -> None:
         """Call ``listener(outcome, seconds, prompt_id, handed_over)`` at the end of every job."""
         self._listeners.append(listener)
+
+    def add_memory_listener(self, listener: Callable[[Memory | None], None]) -> None:
+        """Call ``listener`` whenever ComfyUI told how much of the card is used (``None``: it cannot tell)."""
+        self._memory_listeners.append(listener)
+
+    def note_stats(self, stats: object) -> None:
+        """An answer of ``/system_stats``."""
+        self.memory = device_memory(stats, self._clock.seconds())
+        for listener in self._memory_listeners:
+            listener(self.memory)
 
     @property
     def job(self) -> Job | None:
@@ -449,8 +462,16 @@ class ComfyEngine:
             "job": None if self._job is None else self._job.snapshot(self._clock.seconds()),
             "nested_calls": self._nested.count,
             "reserved_floor": self._freer.floor.least,
+            "vram": self._memory_snapshot(),
             "last_jobs": list(self._past),
         }
+
+    def _memory_snapshot(self) -> dict[str, Any] | None:
+        memory = self.memory
+        if memory is None:
+            return None
+        age = round(self._clock.seconds() - memory.at, 3)
+        return {"used": memory.used, "total": memory.total, "age": age}
 
 
 __all__ = ["ComfyEngine", "JobListener", "classify"]
