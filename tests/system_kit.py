@@ -323,8 +323,8 @@ def chat_body(tokens: int = 5, model: str = "llama3.2", **more: Any) -> dict[str
 def make_config(host: GpuHost, **settings: Any) -> Config:
     """A configuration for the engines of ``host``, with short times."""
     defaults: dict[str, Any] = {
-        "ollama_url": Upstream.parse(host.ollama.url) if host.ollama.listening else None,
-        "comfy_url": Upstream.parse(host.comfy.url) if host.comfy.listening else None,
+        "ollama_url": Upstream.parse(host.ollama.url) if host.ollama.port else None,
+        "comfy_url": Upstream.parse(host.comfy.url) if host.comfy.port else None,
         "listen_ollama": LOOPBACK,
         "listen_comfy": LOOPBACK,
         "unload_timeout": 3.0,
