@@ -7,6 +7,7 @@ bodies to disk and cannot hold a client back. Requests of one connection are ser
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from twisted.internet.error import ConnectionDone
@@ -17,8 +18,16 @@ from zope.interface import implementer
 
 from turnstile.proxy.errors import error_response
 from turnstile.proxy.exchange import Exchange
-from turnstile.proxy.http1 import BadMessage, Framing, RequestHead, head_end, parse_request
+from turnstile.proxy.http1 import (
+    BadMessage,
+    Framing,
+    RequestHead,
+    head_end,
+    parse_request,
+    skip_empty_lines,
+)
 from turnstile.proxy.pages import render_page
+from turnstile.proxy.vigil import socket_below
 from turnstile.proxy.websocket import is_websocket_upgrade
 
 if TYPE_CHECKING:
@@ -29,10 +38,14 @@ IDLE_TIMEOUT = 75.0
 #: Seconds for which the rest of an unwanted body is read and thrown away, so that the early answer is not lost to a
 #: reset (RFC 9112 section 9.6).
 LINGER = 2.0
-#: Seconds that a client may take to read what is left of its answer once the connection is to be closed.
-CLOSE_TIMEOUT = 30.0
+#: Seconds that a client may take to read what is left of its answer once the connection is to be closed. Long: a client
+#: that reads slowly would else be shown a cut.
+CLOSE_TIMEOUT = 300.0
 #: The most bytes of following requests that are read while one is being served.
 MAX_PIPELINED = 64 * 1024
+
+
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 class Pause:
@@ -41,6 +54,7 @@ class Pause:
     AHEAD = 1
     UPSTREAM = 2
     PIPELINE = 4
+    SLOW = 8
 
 
 @implementer(IPushProducer)
@@ -54,12 +68,13 @@ class ProxyChannel(Protocol):
         self.client = ""
         self.exchange: Exchange | None = None
         self.closing = False
-        self.served = 0
         self._framing: Framing | None = None
         self._buffer = b""
         self._searched = 0
         self._pauses = 0
         self._watched: int | None = None
+        #: Whether the client reads slower than it is written to.
+        self._choked = False
         self._lingering = False
         self._serving = False
         self._timer: Any = None
@@ -76,6 +91,9 @@ class ProxyChannel(Protocol):
         self.client = getattr(transport.getPeer(), "host", "") or ""
         site = self.site
         site.channels.add(self)
+        if site.stopping:
+            self.close()
+            return
         self._active_at = site.clock.seconds()
         self._timer = site.clock.callLater(IDLE_TIMEOUT, self._check_idle)
 
@@ -99,14 +117,19 @@ class ProxyChannel(Protocol):
         exchange = self.exchange
         if exchange is not None:
             self._timer = clock.callLater(IDLE_TIMEOUT, self._check_idle)
-            if self._framing is not None and not self._pauses and idle >= IDLE_TIMEOUT:
+            if (
+                self._framing is not None
+                and not self._pauses
+                and idle >= IDLE_TIMEOUT
+                and not exchange.keeps_body_back
+            ):
                 # Else a client that never ends its upload would keep the card.
                 exchange.bad_body(BadMessage("the request body stalled", 408))
         elif idle < IDLE_TIMEOUT:
             self._timer = clock.callLater(IDLE_TIMEOUT - idle, self._check_idle)
         else:
             self._timer = None
-            if self._buffer:
+            if self._buffer and not self._choked:
                 self._refuse(BadMessage("the request head took too long", 408))
             else:
                 self.close()
@@ -120,12 +143,16 @@ class ProxyChannel(Protocol):
     # -- bytes in ---------------------------------------------------------------------------------------------
 
     def dataReceived(self, data: bytes) -> None:
-        if self._lingering:
+        exchange = self.exchange
+        if self.closing and exchange is None:
+            # Not read any more: the rest of an unwanted body, a request behind the last one.
             return
         if self._buffer:
             self._searched = len(self._buffer)
             data = self._buffer + data
-        if self.exchange is None:
+        elif exchange is None:
+            self._active_at = self.site.clock.seconds()
+        if exchange is None:
             self._serve(data)
         elif self._framing is not None:
             self._read_body(data)
@@ -143,25 +170,25 @@ class ProxyChannel(Protocol):
         try:
             self._buffer = data
             while self.exchange is None and self._buffer and not self.closing:
+                if self._choked:
+                    # Answers that are not read must not pile up.
+                    self.pause(Pause.SLOW)
+                    return
+                if self._buffer.startswith(b"\r\n"):
+                    # Stray empty lines between requests (RFC 9112 section 2.2).
+                    self._buffer = skip_empty_lines(self._buffer)
+                    self._searched = 0
                 try:
                     end = head_end(self._buffer, self._searched)
                     if end < 0:
-                        if self.served and not self._buffer.strip(b"\r\n"):
-                            # Stray line ends between requests (RFC 9112 section 2.2).
-                            self._buffer = b""
                         break
-                    self._searched = 0
-                    raw, rest = self._buffer[:end], self._buffer[end:]
-                    if raw[:1] in b"\r\n":
-                        raw = raw.lstrip(b"\r\n")
-                        if not raw:
-                            self._buffer = rest
-                            continue
-                    head = parse_request(raw)
+                    head = parse_request(self._buffer[:end])
                 except BadMessage as error:
                     self._refuse(error)
                     return
+                rest = self._buffer[end:]
                 self._buffer = b""
+                self._searched = 0
                 if self._start(head, rest):
                     return
         finally:
@@ -170,13 +197,14 @@ class ProxyChannel(Protocol):
     def _start(self, head: RequestHead, rest: bytes) -> bool:
         """Begin to serve one request; true if the connection was given away."""
         site = self.site
-        self._active_at = site.clock.seconds()
         page = site.pages.get(head.path)
         if page is not None:
             self._serve_page(head, rest)
             return False
-        if head.upgrade and site.resource.relays_websockets and is_websocket_upgrade(
-            head.method, b"HTTP/1.%d" % head.minor, head.received
+        if (
+            head.upgrade
+            and site.resource.relays_websockets
+            and is_websocket_upgrade(head.method, b"HTTP/1.%d" % head.minor, head.received)
         ):
             if head.has_body:
                 self._refuse(BadMessage("a WebSocket handshake has no body"))
@@ -203,7 +231,6 @@ class ProxyChannel(Protocol):
         keep_alive = head.keep_alive and not head.has_body and not self.closing
         response = render_page(self.site.pages[head.path], head, self.client, keep_alive)
         self.transport.write(response)
-        self.served += 1
         if keep_alive:
             self._buffer = rest
         else:
@@ -219,6 +246,9 @@ class ProxyChannel(Protocol):
             self._buffer = b""
             exchange.bad_body(error)
             return
+        done = framing.done
+        if done:
+            self._framing = None
         if used == len(data):
             self._buffer = b""
             exchange.request_data(data)
@@ -226,8 +256,7 @@ class ProxyChannel(Protocol):
             self._buffer = data[used:]
             if used:
                 exchange.request_data(data[:used])
-        if framing.done and self._framing is framing:
-            self._framing = None
+        if done and self.exchange is exchange:
             exchange.request_complete()
 
     # -- answers out ------------------------------------------------------------------------------------------
@@ -237,15 +266,19 @@ class ProxyChannel(Protocol):
         """Whether the body of the request in progress is not all here yet."""
         return self._framing is not None
 
+    def send_continue(self) -> None:
+        """Tell a client that waits for it to send its body."""
+        self._active_at = self.site.clock.seconds()
+        self.transport.write(_CONTINUE)
+
     def finished(self, keep_alive: bool) -> None:
         """The request in progress is answered."""
         self.exchange = None
-        self.served += 1
         unread, self._framing = self._framing is not None, None
-        self._active_at = self.site.clock.seconds()
         if unread or not keep_alive or self.closing:
             self.finish_closing(body_unread=unread)
             return
+        self._active_at = self.site.clock.seconds()
         if self._pauses:
             self._pauses = 0
             self._apply_pauses()
@@ -260,6 +293,8 @@ class ProxyChannel(Protocol):
         ends with the connection is reset, since an orderly end would look complete.
         """
         self.exchange = None
+        self._framing = None
+        self._buffer = b""
         if framed:
             self.close()
         else:
@@ -276,13 +311,12 @@ class ProxyChannel(Protocol):
         self._framing = None
         self._pauses = 0
         self._apply_pauses()
-        transport = self.transport
+        transport: Any = self.transport
         transport.unregisterProducer()
-        if ISSLTransport.providedBy(transport) or not IHalfCloseableDescriptor.providedBy(transport):
-            transport.loseConnection()
-        else:
+        half_closes = IHalfCloseableDescriptor.providedBy(transport)
+        if half_closes and not ISSLTransport.providedBy(transport):
             transport.loseWriteConnection()
-        self._restart_timer(LINGER)
+        self._restart_timer(LINGER, self.close)
 
     def close(self) -> None:
         """Close once everything written is out."""
@@ -291,12 +325,12 @@ class ProxyChannel(Protocol):
             self._unwatch()
             self.transport.unregisterProducer()
             self.transport.loseConnection()
-            self._restart_timer(CLOSE_TIMEOUT)
+            self._restart_timer(CLOSE_TIMEOUT, self._give_up)
 
-    def _restart_timer(self, seconds: float) -> None:
+    def _restart_timer(self, seconds: float, call: Callable[[], None]) -> None:
         if self._timer is not None and self._timer.active():
             self._timer.cancel()
-        self._timer = self.site.clock.callLater(seconds, self._give_up)
+        self._timer = self.site.clock.callLater(seconds, call)
 
     def _give_up(self) -> None:
         self._timer = None
@@ -328,11 +362,13 @@ class ProxyChannel(Protocol):
         transport = self.transport
         if not self._pauses:
             self._unwatch()
+            # The client could not send meanwhile: its time begins anew.
+            self._active_at = self.site.clock.seconds()
             transport.resumeProducing()
         elif self._watched is None:
             transport.pauseProducing()
-            handle = transport.getHandle()
-            fd = handle.fileno() if handle is not None else -1
+            socket = socket_below(transport)
+            fd = socket.fileno() if socket is not None else -1
             if fd >= 0:
                 self._watched = fd
                 self.site.vigil.watch(fd, self._vanished)
@@ -348,12 +384,17 @@ class ProxyChannel(Protocol):
 
     def pauseProducing(self) -> None:
         """The client reads slower than the upstream sends."""
+        self._choked = True
         if self.exchange is not None:
             self.exchange.client_paused()
 
     def resumeProducing(self) -> None:
+        self._choked = False
         if self.exchange is not None:
             self.exchange.client_resumed()
+        elif self._pauses & Pause.SLOW:
+            self.unpause(Pause.SLOW)
+            self._serve(self._buffer)
 
     def stopProducing(self) -> None:
         """The transport is gone; connectionLost tells the rest."""

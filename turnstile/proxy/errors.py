@@ -12,7 +12,9 @@ _OPENAI_TYPES = {429: "rate_limit_error", 503: "service_unavailable"}
 def error_body(status: int, message: str, target: bytes) -> bytes:
     """The body of an error: Ollama's ``{"error": "text"}``, on ``/v1/`` paths OpenAI's error object."""
     if target.lstrip(b"/").startswith(b"v1/"):
-        kind = _OPENAI_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+        kind = _OPENAI_TYPES.get(
+            status, "server_error" if status >= 500 else "invalid_request_error"
+        )
         error: object = {"message": message, "type": kind, "param": None, "code": None}
     else:
         error = message
@@ -20,6 +22,7 @@ def error_body(status: int, message: str, target: bytes) -> bytes:
 
 
 def reason_phrase(status: int) -> bytes:
+    """The reason phrase of a status line of our own."""
     try:
         return HTTPStatus(status).phrase.encode()
     except ValueError:
@@ -27,12 +30,20 @@ def reason_phrase(status: int) -> bytes:
 
 
 def error_response(
-    status: int, message: str, target: bytes, *, keep_alive: bool, retry_after: int | None = None, head_only: bool = False
+    status: int,
+    message: str,
+    target: bytes,
+    *,
+    keep_alive: bool,
+    retry_after: int | None = None,
+    head_only: bool = False,
+    allow: bytes | None = None,
 ) -> bytes:
     """A whole error response, head and body.
 
     :param retry_after: seconds for Retry-After.
     :param head_only: leave the body out (the answer to HEAD).
+    :param allow: the methods that there are (the answer 405).
     """
     body = error_body(status, message, target)
     lines = [
@@ -42,6 +53,8 @@ def error_response(
     ]
     if retry_after is not None:
         lines.append(b"Retry-After: %d" % retry_after)
+    if allow is not None:
+        lines.append(b"Allow: " + allow)
     if not keep_alive:
         lines.append(b"Connection: close")
     return b"\r\n".join(lines) + b"\r\n\r\n" + (b"" if head_only else body)

@@ -7,6 +7,7 @@ Whatever ends an exchange goes through :meth:`Exchange._end`, which settles the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from twisted.internet.defer import CancelledError, Deferred
@@ -33,7 +34,6 @@ MAX_PEEK = 4096
 PEEK_TIMEOUT = 1.0
 
 _AHEAD, _UPSTREAM = 1, 2
-_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _UNBUFFERED_TYPES = (b"text/event-stream", b"application/x-ndjson")
 
 
@@ -63,7 +63,6 @@ class Exchange:
         "_repeated",
         "_resource",
         "_response",
-        "_sent_bytes",
         "_started",
         "client",
         "status",
@@ -97,7 +96,6 @@ class Exchange:
         self._capture: list[bytes] | None = None
         self._capture_left = 0
         self._ended = False
-        self._sent_bytes = 0
         self._started = resource.clock.seconds()
 
     # What twisted.web's resources call a request's method and target.
@@ -117,6 +115,12 @@ class Exchange:
     def upload_done(self) -> bool:
         """Whether the whole request was handed to the upstream's connection."""
         return self._forwarded and self._complete
+
+    @property
+    def keeps_body_back(self) -> bool:
+        """Whether it is in order that the client does not go on with its body."""
+        waits = self._head.expect_continue and not self._continued and not self._ahead
+        return waits or self._response is not None
 
     # -- from the client --------------------------------------------------------------------------------------
 
@@ -150,6 +154,7 @@ class Exchange:
         gate = self._gate
         if self._forwarded and self._complete and gate is not None and gate.detached:
             # Carried through: the answer is still needed, if only to know what was started.
+            self._resource.carried.add(self)
             if self._conn is not None:
                 self._conn.transport.resumeProducing()
             return
@@ -169,6 +174,16 @@ class Exchange:
 
     def start(self, admission: Admission) -> None:
         """Set off; ``admission`` is what the engine's table says of this request."""
+        self._guarded(self._start, admission)
+
+    def _guarded(self, step: Callable[..., None], *args: Any) -> None:
+        """Whatever goes wrong inside turnstile, the client has an answer and the card is given back."""
+        try:
+            step(*args)
+        except Exception:
+            self._broken(Failure())
+
+    def _start(self, admission: Admission) -> None:
         if admission is Admission.PASS:
             self._connect()
             return
@@ -191,6 +206,9 @@ class Exchange:
         self._decide_peek(give_up=True)
 
     def _decide_peek(self, give_up: bool = False) -> None:
+        self._guarded(self._decide, give_up)
+
+    def _decide(self, give_up: bool) -> None:
         self._peeking = False
         self._cancel_pending()
         body = b"".join(self._ahead)
@@ -246,7 +264,9 @@ class Exchange:
 
     def _not_connected(self, failure: Failure) -> None:
         self._failures += 1
-        self._back_off(failure.getErrorMessage() or failure.type.__name__, "connect", self._failures)
+        self._back_off(
+            failure.getErrorMessage() or type(failure.value).__name__, "connect", self._failures
+        )
 
     def _back_off(self, problem: str, reason: str, failures: int) -> None:
         resource = self._resource
@@ -260,9 +280,9 @@ class Exchange:
     def _again(self) -> None:
         self._pending = None
         if self._gate is not None and not self._held:
-            self._admit()
+            self._guarded(self._admit)
         else:
-            self._connect()
+            self._guarded(self._connect)
 
     def _connected(self, conn: UpstreamConnection) -> None:
         self._conn = conn
@@ -305,11 +325,11 @@ class Exchange:
             conn.transport.write(head)
 
     def _continue_client(self) -> None:
-        """Tell a client that waits for it to send its body."""
+        """Ask for the body where the client waits to be asked and has not begun by itself."""
         if self._head.expect_continue and not self._continued and not self._complete:
             self._continued = True
             if not self._ahead and self._channel is not None:
-                self._channel.transport.write(_CONTINUE)
+                self._channel.send_continue()
 
     def upstream_paused(self) -> None:
         if self._channel is not None:
@@ -329,7 +349,10 @@ class Exchange:
                 channel.transport.write(_status_line(head) + _join(head.fields) + b"\r\n")
             return
         resource = self._resource
-        if resource.retry.repeats_status(self._head.method, head.status, self._repeated) and self._is_safe():
+        if (
+            resource.retry.repeats_status(self._head.method, head.status, self._repeated)
+            and self._is_safe()
+        ):
             self._repeated += 1
             self._drop_upstream()
             self._forwarded = False
@@ -385,7 +408,8 @@ class Exchange:
             return
         if self._dechunk and payload is not None:
             raw = b"".join(payload)
-        self._sent_bytes += len(raw)
+            if not raw:
+                return
         channel.transport.write(raw)
 
     def response_done(self) -> None:
@@ -408,8 +432,9 @@ class Exchange:
             self._forwarded = False
             self._connect(fresh=True)
             return
-        if reason.check(BadMessage):
-            problem = f"unreadable answer from the engine: {reason.value.reason}"
+        error = reason.value
+        if isinstance(error, BadMessage):
+            problem = f"unreadable answer from the engine: {error.reason}"
         else:
             problem = "the engine closed the connection before it answered"
         self._fail(502, problem)
@@ -425,7 +450,9 @@ class Exchange:
     def stop(self, *, now: bool) -> None:
         """The service stops: 503 to whoever still waits; with ``now`` a visible cut for what is being answered."""
         if now or not self._forwarded:
-            self._fail(503, "turnstile is shutting down", retry_after=self._resource.policy.retry_after)
+            self._fail(
+                503, "turnstile is shutting down", retry_after=self._resource.policy.retry_after
+            )
 
     def _fail(self, status: int, message: str, retry_after: int | None = None) -> None:
         """Answer with an error of our own, or cut the answer that has begun."""
@@ -441,7 +468,12 @@ class Exchange:
         if channel is None:
             return
         request = self._head
-        keep_alive = request.keep_alive and not channel.body_unread and status != 400 and not channel.closing
+        keep_alive = (
+            request.keep_alive
+            and request.minor == 1
+            and not channel.body_unread
+            and not channel.closing
+        )
         channel.transport.write(
             error_response(
                 status,

@@ -22,16 +22,22 @@ MAX_CHUNK_LINE: Final = 4096
 MAX_TRAILERS: Final = 16 * 1024
 
 _TOKEN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
-# The target is opaque here, but for what RFC 9112 section 3.2 keeps out of it: white space, controls, a fragment.
-_REQUEST_LINE = re.compile(rb"(" + _TOKEN + rb") ([!-\"$-~\x80-\xff]+) HTTP/1\.([01])\r\n")
+# Methods are case-sensitive, and no engine has one in small letters: what reads "post" as POST would be asked past the
+# table that does not. The target is opaque here, but for what RFC 9112 section 3.2 keeps out of it: white space,
+# controls, a fragment.
+_METHOD = rb"[!#$%&'*+\-.^_`|~0-9A-Z]+"
+_REQUEST_LINE = re.compile(rb"(" + _METHOD + rb") ([!-\"$-~\x80-\xff]+) HTTP/1\.([01])\r\n")
 _STATUS_LINE = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9][0-9])(?: ([\t\x20-\x7e\x80-\xff]*))?\r\n")
 # Anchored behind a line feed, so that a match never begins inside a line that is not a field.
 _FIELD = re.compile(rb"(?<=\n)(" + _TOKEN + rb"):[ \t]*([^\x00-\x08\x0a-\x1f\x7f]*)\r\n")
+_EMPTY_LINES = re.compile(rb"(?:\r\n)+")
 _BARE_LF = re.compile(rb"(?<!\r)\n")
 _CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,16})(?:[ \t]*;[^\x00-\x08\x0a-\x1f\x7f]*)?\r\n")
 _TRAILERS = re.compile(rb"(?:" + _TOKEN + rb":[^\x00-\x08\x0a-\x1f\x7f]*\r\n)*\r\n")
 _LENGTH = re.compile(rb"[0-9]{1,18}")
-_HOST = re.compile(rb"(?:\[[0-9A-Fa-f:.%A-Za-z]+\]|[A-Za-z0-9._~!$&'()*+,;=%\-\x80-\xff]*)(?::[0-9]*)?")
+_HOST = re.compile(
+    rb"(?:\[[0-9A-Fa-f:.%A-Za-z]+\]|[A-Za-z0-9._~!$&'()*+,;=%\-\x80-\xff]*)(?::[0-9]*)?"
+)
 _ABSOLUTE = re.compile(rb"[Hh][Tt][Tt][Pp][Ss]?://([^/?]*)")
 
 #: RFC 9110 section 7.6.1, and the older names that proxies must not pass on either.
@@ -43,7 +49,6 @@ HOP_BY_HOP: Final = frozenset(
         b"proxy-authenticate",
         b"proxy-authorization",
         b"te",
-        b"trailer",
         b"transfer-encoding",
         b"upgrade",
     )
@@ -308,6 +313,7 @@ class ResponseHead:
     minor: int
     fields: Headers
     content_length: int | None
+    #: In lower case.
     content_type: bytes
     te_chunked: bool
     keep_alive: bool
@@ -335,22 +341,28 @@ def head_end(data: bytes, searched: int = 0) -> int:
     start = max(0, searched - 3)
     end = data.find(b"\r\n\r\n", start)
     if end >= 0:
-        if end > MAX_HEAD:
-            raise BadMessage("request head too large", 431)
+        if end + 4 > MAX_HEAD:
+            raise BadMessage("head too large", 431)
         return end + 4
-    if len(data) > MAX_HEAD:
-        raise BadMessage("request head too large", 431)
-    bare = _BARE_LF.search(data, start)
-    if bare is not None and (bare.start() > 0 or start == 0):
+    if len(data) >= MAX_HEAD:
+        raise BadMessage("head too large", 431)
+    if _BARE_LF.search(data, start) is not None:
         raise BadMessage("bare line feed in the head")
     return -1
+
+
+def skip_empty_lines(data: bytes) -> bytes:
+    """``data`` without the empty lines that it begins with."""
+    match = _EMPTY_LINES.match(data)
+    return data[match.end() :] if match is not None else data
 
 
 def _fields(head: bytes, start: int) -> Headers:
     """Every header field of ``head`` from ``start`` on; the status or request line ends just before."""
     fields: Headers = _FIELD.findall(head, start)
-    # One CRLF for each field and one for the empty line: anything else is a line that is not a field.
-    if head.count(b"\r\n", start) != len(fields) + 1:
+    # One line feed for each field and one for the empty line: anything else is a line that is not a field, or a line
+    # feed on its own.
+    if head.count(b"\n", start) != len(fields) + 1:
         raise BadMessage("malformed header field")
     if len(fields) > MAX_FIELDS:
         raise BadMessage("too many header fields", 431)
@@ -383,6 +395,8 @@ def parse_request(head: bytes) -> RequestHead:
     result = RequestHead()
     result.raw = head
     result.method, target, minor = match.groups()
+    if result.method == b"CONNECT":
+        raise BadMessage("this is not a forward proxy", 501)
     result.minor = minor[0] - 48
     result.received = received = _fields(head, match.end())
     hosts: list[bytes] = []
@@ -463,20 +477,26 @@ def _origin_form(result: RequestHead, target: bytes) -> bytes:
     if target == b"*" and result.method == b"OPTIONS":
         return target
     match = _ABSOLUTE.match(target)
-    if match is None or result.method == b"CONNECT":
+    if match is None:
         raise BadMessage("unsupported form of the request target")
     authority = match.group(1)
     if not authority or _HOST.fullmatch(authority) is None:
         raise BadMessage("invalid authority in the request target")
     result.authority = authority
     rest = target[match.end() :]
+    if not rest and result.method == b"OPTIONS":
+        # RFC 9112 section 3.2.4: this is how "*" is asked of a proxy.
+        return b"*"
     return rest if rest[:1] == b"/" else b"/" + rest
 
 
 def _why_no_request_line(head: bytes) -> tuple[str, int]:
     line = head.partition(b"\r\n")[0]
     version = line.rpartition(b" ")[2]
-    if re.fullmatch(rb"HTTP/[0-9]+(?:\.[0-9]+)?", version) and version not in (b"HTTP/1.0", b"HTTP/1.1"):
+    if re.fullmatch(rb"HTTP/[0-9]+(?:\.[0-9]+)?", version) and version not in (
+        b"HTTP/1.0",
+        b"HTTP/1.1",
+    ):
         return "unsupported HTTP version", 505
     return "malformed request line", 400
 
@@ -507,7 +527,7 @@ def parse_response(head: bytes) -> ResponseHead:
         elif name == b"content-length":
             lengths.append(field[1])
         elif name == b"content-type":
-            result.content_type = field[1]
+            result.content_type = field[1].lower()
             fields.append(field)
         elif name == b"transfer-encoding":
             codings.append(field[1])
@@ -526,6 +546,8 @@ def parse_response(head: bytes) -> ResponseHead:
     if codings:
         if len(codings) != 1 or codings[0].lower() != b"chunked" or lengths:
             raise BadMessage("unsupported or conflicting Transfer-Encoding in the answer", 502)
+        if result.minor == 0:
+            raise BadMessage("Transfer-Encoding in an HTTP/1.0 answer", 502)
         result.te_chunked = True
     result.keep_alive = result.minor == 1
     if connection:

@@ -7,8 +7,11 @@ from typing import Any
 from twisted.web.http_headers import Headers as WebHeaders
 from twisted.web.resource import IResource
 
+from turnstile.log import Logger
 from turnstile.proxy.errors import error_response, reason_phrase
 from turnstile.proxy.http1 import RequestHead
+
+_log = Logger()
 
 
 class PageRequest:
@@ -32,7 +35,7 @@ class PageRequest:
         return values[-1] if values else None
 
     def setHeader(self, name: str | bytes, value: str | bytes) -> None:
-        self.responseHeaders.setRawHeaders(name, [value])  # type: ignore[list-item]
+        self.responseHeaders.setRawHeaders(name, [value])
 
     def setResponseCode(self, code: int, message: bytes | None = None) -> None:
         self.code = code
@@ -47,11 +50,19 @@ class PageRequest:
 def render_page(page: IResource, head: RequestHead, client: str, keep_alive: bool) -> bytes:
     """The whole response to a request for one of our own pages."""
     if head.method not in (b"GET", b"HEAD"):
-        return error_response(405, "only GET and HEAD", head.target, keep_alive=keep_alive)
+        return error_response(
+            405, "only GET and HEAD", head.target, keep_alive=keep_alive, allow=b"GET, HEAD"
+        )
     request = PageRequest(head, client)
     # HEAD is rendered as GET and its body left out.
     request.method = b"GET"
-    body = page.render(request)
+    try:
+        body = page.render(request)
+    except Exception:
+        _log.failure("a page could not be rendered: {path}", path=head.path)
+        return error_response(
+            500, "internal error in turnstile; its log has more", head.target, keep_alive=keep_alive
+        )
     content = b"".join(request.written) + (body if isinstance(body, bytes) else b"")
     lines = [b"HTTP/1.1 %d %s" % (request.code, reason_phrase(request.code))]
     for name, values in request.responseHeaders.getAllRawHeaders():

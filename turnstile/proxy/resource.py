@@ -75,13 +75,19 @@ class EngineResource(ReverseProxyResource):
         chance: Callable[[], float] = random.random,
     ) -> None:
         upstream = pool.upstream
-        super().__init__(upstream.host, upstream.port, upstream.base_path.encode(), reactor)
+        super().__init__(  # type: ignore[no-untyped-call]
+            upstream.host, upstream.port, upstream.base_path.encode(), reactor
+        )
         self.pool = pool
         self.policy = policy
         self.clock = reactor
         self.retry = retry
         self.chance = chance
         self.relays_websockets = relays_websockets
+        #: Exchanges whose client is gone and which go on nevertheless.
+        self.carried: set[Exchange] = set()
+        #: Called when one of them has ended.
+        self.carried_through: Callable[[], None] = _nothing
         self._observer = observer
         self._host = upstream.netloc.encode()
         self._base = upstream.base_path.encode()
@@ -132,7 +138,12 @@ class EngineResource(ReverseProxyResource):
         else:
             framing = b"\r\n"
         lines = [b"%s: %s\r\n" % field for field in self.upstream_fields(head, client)]
-        return b"%s %s HTTP/1.1\r\n%s%s" % (head.method, self.upstream_target(head), b"".join(lines), framing)
+        return b"%s %s HTTP/1.1\r\n%s%s" % (
+            head.method,
+            self.upstream_target(head),
+            b"".join(lines),
+            framing,
+        )
 
     # -- what is told to people -------------------------------------------------------------------------------
 
@@ -152,6 +163,9 @@ class EngineResource(ReverseProxyResource):
     def ended(self, exchange: Exchange, ending: Ending, duration: float, message: str) -> None:
         """An exchange is over; ``message`` is the error that the client was told."""
         engine = self.policy.engine
+        if exchange in self.carried:
+            self.carried.discard(exchange)
+            self.carried_through()
         if self._observer is not None:
             self._observer.request_done(engine, exchange.status)
         if tlog.info_enabled:
@@ -159,7 +173,13 @@ class EngineResource(ReverseProxyResource):
             if ending is not Ending.DONE:
                 fields["ending"] = ending.value
             tlog.log_request_out(
-                exchange.method, exchange.uri, exchange.status, duration, exchange.client, engine, **fields
+                exchange.method,
+                exchange.uri,
+                exchange.status,
+                duration,
+                exchange.client,
+                engine,
+                **fields,
             )
 
     def refused(self, client: str, error: BadMessage) -> None:
@@ -171,3 +191,7 @@ class EngineResource(ReverseProxyResource):
             status=error.status,
             client=client,
         )
+
+
+def _nothing() -> None:
+    """Nobody needs to know."""

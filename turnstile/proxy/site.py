@@ -50,8 +50,10 @@ class ProxySite(Factory):
         self.relays: set[WebSocketRelay] = set()
         self._on_text = on_text
         self._on_relays = on_relays
+        #: Set once the listener is being closed.
+        self.stopping = False
         self._drained: Deferred[None] | None = None
-        self._stopping = False
+        resource.carried_through = self._check_drained
 
     def buildProtocol(self, addr: IAddress | None) -> ProxyChannel:
         return ProxyChannel(self)
@@ -76,7 +78,9 @@ class ProxySite(Factory):
             if not field[0].lower().startswith(b"sec-websocket-")
         ]
         request = UpgradeRequest(
-            target=resource.upstream_target(head), client_headers=head.received, upstream_headers=fields
+            target=resource.upstream_target(head),
+            client_headers=head.received,
+            upstream_headers=fields,
         )
 
         def failed(failure: Failure, wait: float) -> None:
@@ -89,11 +93,21 @@ class ProxySite(Factory):
 
         def connect(factory: IProtocolFactory) -> Deferred[Any]:
             return connect_with_backoff(
-                self.clock, resource.retry, resource.chance, lambda: pool.connect_factory(factory), failed
+                self.clock,
+                resource.retry,
+                resource.chance,
+                lambda: pool.connect_factory(factory),
+                failed,
             )
 
         relay = start_relay(
-            channel.transport, head.raw, leftover, request, connect, clock=self.clock, on_text=self._on_text
+            channel.transport,
+            head.raw,
+            leftover,
+            request,
+            connect,
+            clock=self.clock,
+            on_text=self._on_text,
         )
         self.relays.add(relay)
         if self._on_relays is not None:
@@ -106,12 +120,18 @@ class ProxySite(Factory):
             status = getattr(result, "status", 0)
             if tlog.info_enabled:
                 tlog.log_request_out(
-                    head.method, head.target, status, self.clock.seconds() - began, client, engine, websocket=True
+                    head.method,
+                    head.target,
+                    status,
+                    self.clock.seconds() - began,
+                    client,
+                    engine,
+                    websocket=True,
                 )
             self._check_drained()
 
         relay.done.addBoth(done)
-        if self._stopping:
+        if self.stopping:
             relay.close(1001, "turnstile is shutting down")
 
     # -- shutdown ---------------------------------------------------------------------------------------------
@@ -123,20 +143,23 @@ class ProxySite(Factory):
 
     def _check_drained(self) -> None:
         drained = self._drained
-        if drained is not None and not self.channels and not self.relays:
+        if drained is not None and self._is_empty():
             self._drained = None
             drained.callback(None)
 
+    def _is_empty(self) -> bool:
+        return not self.channels and not self.relays and not self.resource.carried
+
     def drain(self) -> Deferred[None]:
         """Refuse what waits, let answers in progress finish, close the rest; fires when all connections are gone."""
-        self._stopping = True
+        self.stopping = True
         for relay in tuple(self.relays):
             relay.close(1001, "turnstile is shutting down")
         for channel in tuple(self.channels):
             channel.shut()
             if channel.exchange is not None:
                 channel.exchange.stop(now=False)
-        if not self.channels and not self.relays:
+        if self._is_empty():
             return succeed(None)
         self._drained = Deferred()
         return self._drained
@@ -150,3 +173,5 @@ class ProxySite(Factory):
                 channel.exchange.stop(now=True)
             if channel.transport is not None:
                 channel.transport.abortConnection()
+        for exchange in tuple(self.resource.carried):
+            exchange.stop(now=True)

@@ -17,7 +17,8 @@ from twisted.internet.endpoints import (
     TCP6ClientEndpoint,
     wrapClientTLS,
 )
-from twisted.internet.error import ConnectionDone, TimeoutError as ConnectTimeout
+from twisted.internet.error import ConnectionAborted, ConnectionDone
+from twisted.internet.error import TimeoutError as ConnectTimeout
 from twisted.internet.interfaces import (
     IAddress,
     IHandshakeListener,
@@ -25,13 +26,15 @@ from twisted.internet.interfaces import (
     IPushProducer,
     IStreamClientEndpoint,
 )
-from twisted.internet.protocol import Factory, Protocol as TwistedProtocol
+from twisted.internet.protocol import Factory
+from twisted.internet.protocol import Protocol as TwistedProtocol
 from twisted.logger import Logger
 from twisted.python.failure import Failure
 from zope.interface import implementer
 
 from turnstile.config import Upstream
 from turnstile.proxy.http1 import BadMessage, Framing, ResponseHead, head_end, parse_response
+from turnstile.proxy.vigil import socket_below
 
 _log = Logger()
 
@@ -88,6 +91,8 @@ class UpstreamConnection(TwistedProtocol):
         self._framing: Framing | None = None
         self._buffer = b""
         self._expecting = False
+        #: Whether the peer reads slower than it is written to.
+        self._choked = False
 
     # -- life of the connection -------------------------------------------------------------------------------
 
@@ -136,9 +141,14 @@ class UpstreamConnection(TwistedProtocol):
             self.transport.abortConnection()
 
     def close(self) -> None:
-        """Close an idle connection."""
+        """Close a connection that is not in use."""
         self.sink = None
-        if self.lost is None:
+        if self.lost is not None:
+            return
+        if self.pool.tls:
+            # An orderly end of TLS waits for the peer's, however long.
+            self.transport.abortConnection()
+        else:
             self.transport.unregisterProducer()
             self.transport.loseConnection()
 
@@ -146,9 +156,9 @@ class UpstreamConnection(TwistedProtocol):
         """Whether the peer has closed or said something while the connection was idle."""
         if self.lost is not None:
             return True
-        handle = self.transport.getHandle()
-        if handle is None or self.pool.tls:
-            return handle is None
+        handle = socket_below(self.transport)
+        if handle is None:
+            return True
         try:
             handle.recv(1, socket.MSG_PEEK)
         except (BlockingIOError, InterruptedError):
@@ -262,8 +272,9 @@ class UpstreamConnection(TwistedProtocol):
         self._framing = None
         self._buffer = b""
         self.served += 1
-        # Given back first: the end of this exchange may start another one that can use the connection.
-        if not sink.upload_done:
+        # Given back first: the end of this exchange may start another one that can use the connection. Not if a part of
+        # the request has yet to leave: the next one would stand behind it.
+        if not sink.upload_done or self._choked:
             self.abort()
         elif head.keep_alive and self.lost is None:
             self.pool.give_back(self)
@@ -275,10 +286,12 @@ class UpstreamConnection(TwistedProtocol):
 
     def pauseProducing(self) -> None:
         """The upstream reads slower than the client sends."""
+        self._choked = True
         if self.sink is not None:
             self.sink.upstream_paused()
 
     def resumeProducing(self) -> None:
+        self._choked = False
         if self.sink is not None:
             self.sink.upstream_resumed()
 
@@ -327,7 +340,9 @@ class UpstreamPool:
     :param timeout: seconds until an attempt to connect, TLS handshake included, is given up.
     """
 
-    def __init__(self, reactor: Any, upstream: Upstream, *, timeout: float, trust_root: Any = None) -> None:
+    def __init__(
+        self, reactor: Any, upstream: Upstream, *, timeout: float, trust_root: Any = None
+    ) -> None:
         self.upstream = upstream
         self.tls = upstream.scheme == "https"
         self._reactor = reactor
@@ -353,7 +368,7 @@ class UpstreamPool:
                 # Those before it are older still.
                 return None
             idle.pop()
-            if safe or not conn.is_stale():
+            if not conn.is_stale():
                 return conn
             conn.abort()
         return None
@@ -464,4 +479,7 @@ class UpstreamPool:
         """Drop every connection."""
         self.close()
         for conn in tuple(self._all):
+            sink = conn.sink
             conn.abort()
+            if sink is not None:
+                sink.upstream_lost(Failure(ConnectionAborted()))

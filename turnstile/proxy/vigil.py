@@ -11,11 +11,23 @@ from collections.abc import Callable
 from typing import Any
 
 from twisted.internet.interfaces import IReactorTime
+from twisted.protocols.policies import ProtocolWrapper
 
 #: Seconds between two looks.
 INTERVAL = 1.0
 
 _GONE = select.POLLHUP | select.POLLERR | select.POLLNVAL | getattr(select, "POLLRDHUP", 0)
+
+
+def socket_below(transport: Any) -> Any:
+    """The socket of a transport, TLS or not; ``None`` if there is none (any more)."""
+    while isinstance(transport, ProtocolWrapper):
+        # What TLS calls its handle has no descriptor.
+        transport = transport.transport
+    try:
+        return transport.getHandle()
+    except AttributeError:
+        return None
 
 
 class Vigil:
