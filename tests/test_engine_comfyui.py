@@ -775,15 +775,59 @@ async def test_a_foreign_job_beside_a_chat_waits_for_it_and_is_on_record() -> No
 
 
 @pytest_twisted.ensureDeferred
-async def test_a_foreign_job_that_ends_before_the_chat_leaves_the_line() -> None:
+async def test_a_foreign_job_that_ends_before_the_chat_leaves_the_line_and_is_freed() -> None:
     async with rig() as r:
         chat = await r.arbiter.acquire(LLM)
-        r.sim.submit(sleep_graph(0.1))
+        r.card.mark_resident("ollama")
+        r.sim.submit(image_graph(steps=20))
         await until(lambda: r.arbiter.image_pending)
         await until(lambda: not r.arbiter.image_pending)
-        assert not r.card.degraded
+        assert r.card.degraded  # its models are still there
+        await until(lambda: not r.card.degraded)
+        assert r.sim.card.used == 0 and r.card.resident == {"ollama"}
         chat.release()
         assert r.outcomes == []
+
+
+@pytest_twisted.ensureDeferred
+async def test_foreign_jobs_one_after_the_other_advance() -> None:
+    async with rig(engine={"job_timeout": 0.8}) as r:
+        for _ in range(4):
+            r.sim.submit(sleep_graph(0.5))
+        await until(lambda: r.engine.job)
+        await r.idle()
+        assert r.outcomes == ["foreign"]
+
+
+@pytest_twisted.ensureDeferred
+async def test_freeing_bears_errors() -> None:
+    async with rig() as r:
+        r.sim.submit(image_graph(steps=1))
+        await until(lambda: r.engine.job)
+        r.sim.faults.status(500, "/system_stats", times=2)
+        r.sim.faults.garbage("/system_stats", times=1)
+        r.sim.faults.drop("POST /free", times=1)
+        await r.idle()
+        assert r.sim.card.used == 0 and not r.card.degraded
+
+
+@pytest_twisted.ensureDeferred
+async def test_freeing_without_system_stats_waits_for_the_worker() -> None:
+    async with rig() as r:
+        r.sim.faults.status(404, "/system_stats")
+        await r.submit(image_graph(steps=1))
+        await r.idle()
+        assert r.sim.card.used == 0 and not r.card.resident
+
+
+@pytest_twisted.ensureDeferred
+async def test_a_process_that_dies_after_a_job_was_given_up_ends_the_interval() -> None:
+    async with rig(engine={"job_timeout": 0.3}) as r:
+        lease = await r.submit(stubborn_graph(60.0))
+        await until(lambda: not lease.active, 3.0)
+        assert r.card.degraded
+        await r.sim.kill()
+        await until(lambda: not r.card.degraded, 8.0)
 
 
 @pytest_twisted.ensureDeferred

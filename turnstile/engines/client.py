@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from twisted.internet import error
-from twisted.internet.defer import Deferred, succeed
+from twisted.internet.defer import Deferred, maybeDeferred, succeed
 from twisted.internet.interfaces import IReactorTime
 from twisted.internet.protocol import Protocol as TwistedProtocol
 from twisted.internet.protocol import connectionDone
@@ -177,7 +177,7 @@ class JsonClient:
 
         outer: Deferred[Any] = Deferred(give_up)
         expiry = self._clock.callLater(max(timeout, 0.0), expire)
-        work = self._exchange(method, path, data)
+        work = maybeDeferred(self._exchange, method, path, data)
         work.addCallback(convert).addErrback(_translate).addBoth(finish)
         return outer
 

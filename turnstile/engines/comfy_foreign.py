@@ -74,8 +74,8 @@ class Adoption:
 
     def _refused(self, failure: Failure) -> None:
         self._waiting = None
+        # The interval stays open until their models are gone too.
         failure.trap(CancelledError, ArbiterClosed)
-        self._restore()
 
     def _restore(self, _: object = None) -> None:
         self._card.restore(self._tenant.name, BESIDE)

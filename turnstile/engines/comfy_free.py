@@ -18,7 +18,7 @@ from twisted.internet.task import deferLater
 from twisted.logger import Logger
 
 from turnstile.card import Eviction
-from turnstile.engines.client import ClientError, JsonClient, Unreachable
+from turnstile.engines.client import ClientError, HttpError, JsonClient, Unreachable
 from turnstile.engines.comfy_jobs import QueueView
 
 #: Bytes by which a floor may be missed: small tensors that stay differ from time to time.
@@ -164,7 +164,7 @@ class Freer:
         deadline = clock.seconds() + timeout
         told: set[type[BaseException]] = set()
         delay = FIRST_DELAY
-        answered = False
+        answered = measured = False
         refused_at: float | None = None
         sent_at: float | None = None
         #: Since when the queue has been seen empty, with a /free sent.
@@ -175,15 +175,16 @@ class Freer:
         while (left := deadline - clock.seconds()) > 0 and not overtaken():
             limit = min(LOOK_TIMEOUT, left)
             try:
-                if not answered:
-                    self.floor.note_held(reserved_memory((yield self._stats(limit))))
-                    answered = True
                 if sent_at is None:
+                    if not measured:
+                        # Tried once only: without it /free is sent all the same.
+                        measured = True
+                        self.floor.note_held((yield self._reserved(limit)))
                     sent_at = clock.seconds()
                     yield self._post(limit)
                 view = yield self._look(limit)
-                refused_at = None
-                reserved = reserved_memory((yield self._stats(limit)))
+                answered, refused_at = True, None
+                reserved = yield self._reserved(limit)
                 now = clock.seconds()
                 if view.ids:
                     # Busy: it frees after the running job, before the next one.
@@ -243,9 +244,13 @@ class Freer:
             "/free", {"unload_models": True, "free_memory": True}, timeout
         )
 
-    def _stats(self, timeout: float) -> Deferred[Any]:
-        def note(stats: object) -> object:
-            self._on_stats(stats)
-            return stats
-
-        return self._client.get_json("/system_stats", timeout).addCallback(note)
+    @inlineCallbacks
+    def _reserved(self, timeout: float) -> Generator[Deferred[Any], Any, int | None]:
+        try:
+            stats = yield self._client.get_json("/system_stats", timeout)
+        except HttpError as e:
+            if e.status in (404, 405, 501):
+                return None  # no such page: there will be no evidence
+            raise
+        self._on_stats(stats)
+        return reserved_memory(stats)

@@ -65,6 +65,8 @@ class Owner(Protocol):
 
     def foreign_changed(self) -> None: ...
 
+    def process_gone(self) -> None: ...
+
     def free_leftovers(self, force: bool = False) -> None: ...
 
     def tap(self, text: bytes) -> None: ...
@@ -151,7 +153,7 @@ class Watch:
 
     def abandon(self, ids: frozenset[str]) -> None:
         """Jobs of ours that go on without a lease; never taken for foreign ones."""
-        self.abandoned |= ids & self.view.ids
+        self.abandoned |= ids
 
     def end_job(self, prompt_id: str) -> None:
         """Interrupt a job, or take it out of the queue; not waited for.
@@ -380,6 +382,7 @@ class Watch:
             return
         self.view = QueueView()
         self.abandoned = frozenset()
+        self._owner.process_gone()
         self._set_foreign(frozenset())
         if job is not None:
             self._owner.job_ended(job, Outcome.LOST)

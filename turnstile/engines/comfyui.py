@@ -28,7 +28,7 @@ from turnstile.arbiter import (
 from turnstile.card import Card, Eviction
 from turnstile.engines.client import JsonClient
 from turnstile.engines.comfy_events import ConnectEvents
-from turnstile.engines.comfy_foreign import Adoption
+from turnstile.engines.comfy_foreign import BESIDE, Adoption
 from turnstile.engines.comfy_free import Freer, Memory, device_memory
 from turnstile.engines.comfy_jobs import (
     Job,
@@ -236,11 +236,10 @@ class ComfyEngine:
 
     def _posted(self, lease: Lease) -> Job | None:
         job = self._job
-        if job is not None and job.lease is lease and job.phase is Phase.POSTING:
-            return job
-        if job is None or job.lease is not lease:
+        if job is None or job.lease is not lease or self._stopped:
             lease.release()
-        return None
+            return None
+        return job if job.phase is Phase.POSTING else None
 
     def _check(self, job: Job, checks: int, why: str) -> None:
         """ComfyUI may have queued the job: see what its queue says before the card is given away."""
@@ -297,6 +296,7 @@ class ComfyEngine:
         same = self._arbiter.successor(job.lease) == self.tenant
         if self._watch.foreign:
             # Its queue is not empty: it would free between two jobs of others.
+            self._left_loaded = True
             self._ask_for_foreign()
             return same
         if job.outcome is Outcome.REFUSED and not job.was_resident:
@@ -347,11 +347,21 @@ class ComfyEngine:
         """The jobs in the queue that are not ours changed; the watch calls this."""
         foreign = self._watch.foreign
         if not foreign:
-            self._adoption.cancel()
+            if self._adoption.asked:
+                # They were over before the card could be had; their models are still there.
+                self._adoption.cancel()
+                self.free_leftovers(force=True)
         elif self._job is None or not self._job.foreign:
             self._ask_for_foreign(alone=self._job is None)
         else:
             self._job.ids = foreign
+            self._job.sign(self._clock.seconds())
+
+    def process_gone(self) -> None:
+        """ComfyUI ended, and with it every job that ran beside others; the watch calls this."""
+        name = self.tenant.name
+        self._card.restore(name, JOB_TIMED_OUT)
+        self._card.restore(name, BESIDE)
 
     def _ask_for_foreign(self, *, alone: bool = False) -> None:
         if not self._stopped:
@@ -393,7 +403,8 @@ class ComfyEngine:
 
     def free_leftovers(self, force: bool = False) -> None:
         """Free what was left for a next job that did not come after all (``force``: or by one that was given up)."""
-        if not (self._left_loaded or force) or self._stopped or self._job or self._adoption.asked:
+        self._left_loaded = self._left_loaded or force
+        if not self._left_loaded or self._stopped or self._job or self._adoption.asked:
             return
         if self.tenant.name not in self._card.resident or self._watch.foreign:
             return
@@ -402,7 +413,7 @@ class ComfyEngine:
         except ArbiterClosed:
             return
         if lease is None:
-            if force and self._arbiter.tenant is not None:
+            if force and self._arbiter.tenant not in (None, self.tenant):
                 # Others have the card beside it already.
                 self._card.evict(self.tenant.name)
             return
