@@ -8,7 +8,9 @@ from twisted.internet.defer import CancelledError, Deferred
 from twisted.internet.error import ConnectingCancelledError
 from twisted.internet.task import Clock
 
+from schedule_kit import Leave, System
 from turnstile.proxy.retry import RetryPolicy, connect_with_backoff
+from turnstile.sim.graphs import image_graph
 
 
 def test_an_endpoint_that_is_cancelled_is_not_tried_again() -> None:
@@ -30,3 +32,21 @@ def test_an_endpoint_that_is_cancelled_is_not_tried_again() -> None:
     assert clock.getDelayedCalls() == []
     clock.pump([60.0] * 5)
     assert len(attempts) == 1
+
+
+def test_a_prompt_that_comfyui_never_answers_keeps_the_card_for_job_timeout_at_most() -> None:
+    # JOB_TIMEOUT did not run before the answer: a hung POST /prompt, whose caller had long gone, held the card for ever.
+    system = System(1, {"job_timeout": 60.0})
+    with system.running():
+        system.host.comfy.faults.hang("POST /prompt", 1)
+        system.ask(
+            "comfyui", "POST", "/prompt", {"prompt": image_graph()}, Leave("sent", 1.0, True)
+        )
+        system.world.pass_time(50.0)
+        assert system.service.arbiter.state == "image"
+        chat = system.ask("ollama", "POST", "/api/generate", {"model": "llama3.2", "prompt": "why"})
+        assert system.world.wait(chat, 15.0).status == 200
+        assert system.world.seconds() < 1000.0 + 65.0
+        assert [d.culprit for d in system.degraded] == ["comfyui"]
+        assert system.unrest() == []
+        assert system.stop() == []

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from twisted.internet.defer import CancelledError, Deferred, inlineCallbacks
-from twisted.internet.interfaces import IReactorTime
+from twisted.internet.interfaces import IDelayedCall, IReactorTime
 from twisted.logger import Logger
 
 from turnstile.arbiter import (
@@ -122,6 +122,8 @@ class ComfyEngine:
         self._adoption = Adoption(arbiter, card, self.tenant, self._adopted)
         self._eviction: Deferred[Eviction] | None = None
         self._posts = 0
+        #: Ends a POST whose answer does not come.
+        self._post_expiry: IDelayedCall | None = None
         #: Models were left for a next job that may not come.
         self._left_loaded = False
         self._stopped = False
@@ -139,6 +141,7 @@ class ComfyEngine:
         """End what runs in the background; the lease of a job ends with it."""
         self._stopped = True
         self._watch.stop()
+        self._cancel_post_expiry()
         self._nested.stop()
         self._adoption.cancel()
         if self._eviction is not None:
@@ -183,6 +186,8 @@ class ComfyEngine:
             before=self._watch.view.ids,
             last_sign=now,
         )
+        self._cancel_post_expiry()
+        self._post_expiry = self._clock.callLater(self.job_timeout, self._post_expired, self._job)
         self._card.mark_resident(name)
         self._watch.kick()
         self.log.info("image job: forwarded to ComfyUI", waited=lease.granted_at - lease.asked_at)
@@ -239,7 +244,21 @@ class ComfyEngine:
         if job is None or job.lease is not lease or self._stopped:
             lease.release()
             return None
-        return job if job.phase is Phase.POSTING else None
+        if job.phase is not Phase.POSTING:
+            return None
+        self._cancel_post_expiry()
+        return job
+
+    def _post_expired(self, job: Job) -> None:
+        """ComfyUI hangs: neither the caller's patience nor its absence may keep the card for ever."""
+        self._post_expiry = None
+        if job.phase is Phase.POSTING:
+            self.job_ended(job, Outcome.TIMEOUT)
+
+    def _cancel_post_expiry(self) -> None:
+        expiry, self._post_expiry = self._post_expiry, None
+        if expiry is not None and expiry.active():
+            expiry.cancel()
 
     def _check(self, job: Job, checks: int, why: str) -> None:
         """ComfyUI may have queued the job: see what its queue says before the card is given away."""
