@@ -6,14 +6,14 @@ import asyncio
 import json
 import socket
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import attrs
 import treq
 from twisted.internet import reactor as _reactor
-from twisted.internet.defer import Deferred, ensureDeferred
+from twisted.internet.defer import Deferred, ensureDeferred, maybeDeferred
 from twisted.internet.endpoints import HostnameEndpoint
 from twisted.internet.error import ConnectionDone
 from twisted.internet.protocol import Factory, Protocol
@@ -321,10 +321,11 @@ def chat_body(tokens: int = 5, model: str = "llama3.2", **more: Any) -> dict[str
 
 
 def make_config(host: GpuHost, **settings: Any) -> Config:
-    """A configuration for the engines of ``host``, with short times."""
+    """A configuration for the engines of ``host``, with short times.
+
+    :param settings: values, or functions that make them from the host once it runs.
+    """
     defaults: dict[str, Any] = {
-        "ollama_url": Upstream.parse(host.ollama.url) if host.ollama.port else None,
-        "comfy_url": Upstream.parse(host.comfy.url) if host.comfy.port else None,
         "listen_ollama": LOOPBACK,
         "listen_comfy": LOOPBACK,
         "unload_timeout": 3.0,
@@ -337,7 +338,11 @@ def make_config(host: GpuHost, **settings: Any) -> Config:
         "backoff_initial": 0.05,
         "backoff_max": 0.2,
     }
-    return Config(**{**defaults, **settings})
+    for name, engine in (("ollama_url", host.ollama), ("comfy_url", host.comfy)):
+        if engine.port and name not in settings:
+            defaults[name] = Upstream.parse(engine.url)
+    made = {key: value(host) if callable(value) else value for key, value in settings.items()}
+    return Config(**{**defaults, **made})
 
 
 @asynccontextmanager
@@ -352,6 +357,7 @@ async def running(
     host_options: dict[str, Any] | None = None,
     ollama_options: dict[str, Any] | None = None,
     comfy_options: dict[str, Any] | None = None,
+    ports: Iterable[Any] = (),
     **settings: Any,
 ) -> AsyncIterator[System]:
     """The whole system, started and stopped.
@@ -359,6 +365,7 @@ async def running(
     :param overlaps: ``never`` may two engines be on the card at once, only while ``degraded``, or ``any`` time.
     :param ready: wait for the first look at the engines.
     :param before: called with the host before turnstile starts; what it returns is awaited.
+    :param ports: listening ports of the test's own, to be closed at the end.
     :param settings: of the configuration.
     """
     host = GpuHost(
@@ -402,6 +409,8 @@ async def running(
         if service is not None:
             await service.stopService()
         await host.stop()
+        for port in ports:
+            await maybeDeferred(port.stopListening)
         globalLogPublisher.removeObserver(events.append)
     await until(clean, f"a clean reactor {reactor.getReaders()} {reactor.getDelayedCalls()}")
     failures = [event for event in events if event.get("log_failure") is not None]

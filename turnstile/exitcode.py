@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import logging
 import os
+import signal
 import sys
 from typing import Any
 
@@ -42,6 +43,19 @@ def fail_startup(reactor: Any, message: str, code: int = EXIT_FAILURE) -> None:
     _log.error("{reason}", reason=message)
     set_exit_status(code)
     reactor.callWhenRunning(_stop, reactor)
+
+
+def exit_0_on_sigterm(reactor: Any) -> None:
+    """Let SIGTERM end the process in good order, with status 0 if nothing else was set.
+
+    twistd's own handler stops the reactor too, but has the process killed by the same signal afterwards.
+    """
+
+    def terminate(number: int, frame: object) -> None:
+        reactor.callFromThread(_stop, reactor)
+
+    # Not before: the reactor installs its handlers when it starts.
+    reactor.callWhenRunning(signal.signal, signal.SIGTERM, terminate)
 
 
 def _stop(reactor: Any) -> None:

@@ -112,9 +112,15 @@ def _columns(environ: Mapping[str, str]) -> int:
 class Root(MultiService):
     """What twistd starts. Brings the log observer along, so that twistd makes none of its own."""
 
-    def __init__(self, observer: Observer | None) -> None:
+    def __init__(self, observer: Observer | None, reactor: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._observer = observer
+        self._reactor = reactor
+
+    def startService(self) -> None:
+        """Called by twistd before the reactor runs."""
+        exitcode.exit_0_on_sigterm(self._reactor)
+        super().startService()  # type: ignore[no-untyped-call]
 
     def setServiceParent(self, parent: Any) -> None:
         """Called by twistd with the application, before logging begins."""
@@ -156,6 +162,6 @@ def makeService(options: Options, reactor: Any = None) -> MultiService:
 
     if reactor is None:
         from twisted.internet import reactor
-    root = Root(observer)
+    root = Root(observer, reactor)
     TurnstileService(config, reactor=reactor).setServiceParent(root)  # type: ignore[no-untyped-call]
     return root

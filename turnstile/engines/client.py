@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from hyperlink import EncodedURL
 from twisted.internet import error
 from twisted.internet.defer import Deferred, maybeDeferred, succeed
 from twisted.internet.interfaces import IReactorTime
@@ -102,6 +103,13 @@ class _Collector(TwistedProtocol):
             getattr(transport, "abortConnection", transport.loseConnection)()
 
 
+class _ReadyURL(EncodedURL):
+    """A URL of ASCII only. treq has hyperlink encode host names, which fails on IPv6 literals."""
+
+    def to_uri(self) -> _ReadyURL:
+        return self
+
+
 class JsonClient:
     """Calls to one engine.
 
@@ -123,6 +131,7 @@ class JsonClient:
         self._http = http
         self._clock = clock
         self.base_url = base_url.rstrip("/")
+        self._literal = "[" in base_url
         self._pool = pool
         self._limit = limit
 
@@ -183,9 +192,11 @@ class JsonClient:
 
     def _exchange(self, method: str, path: str, data: bytes | None) -> Deferred[bytes]:
         headers = {"Content-Type": "application/json"} if data is not None else {}
-        d: Deferred[Any] = self._http.request(
+        url = self.base_url + path
+        d: Deferred[Any] = maybeDeferred(
+            self._http.request,
             method,
-            self.base_url + path,
+            _ReadyURL.from_text(url) if self._literal else url,
             headers=headers,
             data=data,
             allow_redirects=False,
