@@ -12,12 +12,14 @@ from twisted.internet import reactor as _reactor
 from twisted.internet.defer import Deferred, succeed
 from twisted.internet.endpoints import TCP4ClientEndpoint, TCP4ServerEndpoint
 from twisted.internet.error import ConnectionDone
+from twisted.internet.interfaces import IHalfCloseableProtocol
 from twisted.internet.protocol import Factory, Protocol
 from twisted.internet.task import Clock
 from twisted.internet.tcp import Connection, Port
 from twisted.logger import globalLogPublisher
 from twisted.python.failure import Failure
 from twisted.web.resource import Resource
+from zope.interface import implementer
 
 from turnstile.config import Upstream
 from turnstile.engines.base import Admission
@@ -158,6 +160,19 @@ class End(Protocol, Watched):
         self.transport.abortConnection()
 
 
+@implementer(IHalfCloseableProtocol)
+class OpenEnd(End):
+    """One that goes on sending when the other side has ended its half."""
+
+    ended = False
+
+    def readConnectionLost(self) -> None:
+        self.ended = True
+        self.look()
+
+    def writeConnectionLost(self) -> None: ...
+
+
 class RawUpstream(Factory, Watched):
     """A server that does what a test tells each of its connections to do."""
 
@@ -233,6 +248,7 @@ class FakeGate:
         if self._policy.enter == "now":
             return None
         self.entering = Deferred(self._cancelled)
+        self._policy.look()
         return self.entering
 
     def leave(self) -> None:
@@ -243,6 +259,7 @@ class FakeGate:
         if self._policy.room == "now":
             return None
         self.clearing = Deferred(self._cancelled)
+        self._policy.look()
         return self.clearing
 
     def forwarding(self) -> None:
@@ -312,7 +329,13 @@ class FakePolicy(Watched):
 
     def waiting(self, count: int = 1) -> Deferred[Any]:
         """Wait for requests to wait at their gates."""
-        return self.when(lambda: sum(1 for gate in self.gates if gate.entering) >= count, "a waiter")
+        return self.when(
+            lambda: sum(1 for gate in self.gates if gate.entering) >= count, "a waiter"
+        )
+
+    def clearing(self) -> Deferred[Any]:
+        """Wait for room to be made at the only gate."""
+        return self.when(lambda: self.gates and self.gate.clearing, "room being made")
 
     def ended(self, ending: Ending, body_sent: bool) -> Deferred[Any]:
         """Wait for the only gate to have ended thus."""
@@ -335,15 +358,17 @@ class Proxy:
         self.policy = policy
         self.clock = clock
         self.clients: list[End] = []
+        #: How many failures the log may have.
+        self.failures = 0
         self.site: ProxySite
         self.pool: UpstreamPool
         self.port: Any = None
 
-    async def client(self, *sends: bytes) -> End:
+    async def client(self, *sends: bytes, kind: type[End] = End) -> Any:
         """A connected client, its first bytes sent."""
         host = self.port.getHost()
         endpoint = TCP4ClientEndpoint(reactor, host.host, host.port)
-        factory = Factory.forProtocol(End)
+        factory = Factory.forProtocol(kind)
         factory.noisy = False
         end: End = await endpoint.connect(factory)
         self.clients.append(end)
@@ -405,7 +430,10 @@ async def proxying(
             chance=lambda: 0.5,
         )
         site = proxy.site = ProxySite(
-            resource, {b"/hello": Hello()}, clock=clock, vigil=Vigil(clock)  # type: ignore[arg-type]
+            resource,
+            {b"/hello": Hello()},
+            clock=clock,
+            vigil=Vigil(clock),  # type: ignore[arg-type]
         )
         proxy.port = await TCP4ServerEndpoint(reactor, 0, interface="127.0.0.1").listen(site)
         yield proxy
@@ -432,4 +460,4 @@ async def proxying(
     for gate in policy.gates:
         assert gate.ending is not None, f"a gate never ended: {gate.calls}"
     failures = [event for event in events if event.get("log_failure") is not None]
-    assert failures == [], failures
+    assert len(failures) == proxy.failures, failures

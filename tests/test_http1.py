@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from typing import Any
 
 import h11
@@ -274,7 +275,9 @@ def test_chunked_is_http_1_1() -> None:
 
 def test_expectations() -> None:
     refused(request(b"Expect: magic"), 417)
-    assert not parse_request(request(b"Expect: 100-continue", first=b"POST / HTTP/1.0")).expect_continue
+    assert not parse_request(
+        request(b"Expect: 100-continue", first=b"POST / HTTP/1.0")
+    ).expect_continue
 
 
 def test_sizes() -> None:
@@ -290,7 +293,9 @@ def test_sizes() -> None:
     refused(request(*[b"a: b"] * MAX_FIELDS), 431)
 
 
-@pytest.mark.parametrize("data", [b"GET / HTTP/1.1\n", b"GET / HTTP/1.1\r\nA: b\nC", b"\n", b"a\r\r\n\n"])
+@pytest.mark.parametrize(
+    "data", [b"GET / HTTP/1.1\n", b"GET / HTTP/1.1\r\nA: b\nC", b"\n", b"a\r\r\n\n"]
+)
 def test_H01_bare_line_feeds_are_refused_at_once(data: bytes) -> None:
     with pytest.raises(BadMessage):
         head_end(data)
@@ -444,7 +449,9 @@ def test_H01_chunks_that_are_none(wire: bytes) -> None:
         feed(ChunkedBody(), *[wire[i : i + 1] for i in range(len(wire))])
 
 
-@pytest.mark.parametrize("part", [b"1;" + b"a" * 3000, b"5", b"5\r", b"0\r\nX: " + b"y" * 9000, b""])
+@pytest.mark.parametrize(
+    "part", [b"1;" + b"a" * 3000, b"5", b"5\r", b"0\r\nX: " + b"y" * 9000, b""]
+)
 def test_an_incomplete_chunk_line_is_kept(part: bytes) -> None:
     assert ChunkedBody().feed(part) == 0
 
@@ -459,7 +466,9 @@ def test_an_endless_line_is_refused() -> None:
 
 TOKEN = st.text("abcXYZ019-_!~", min_size=1, max_size=8).map(str.encode)
 VALUE = st.binary(max_size=12).map(
-    lambda raw: bytes(byte for byte in raw if byte == 9 or (byte >= 32 and byte != 127)).strip(b" \t")
+    lambda raw: bytes(byte for byte in raw if byte == 9 or (byte >= 32 and byte != 127)).strip(
+        b" \t"
+    )
 )
 FIELDS = st.lists(st.tuples(TOKEN.map(lambda t: b"x-" + t), VALUE), max_size=5)
 CHUNKS = st.lists(st.binary(min_size=1, max_size=30), max_size=4)
@@ -520,7 +529,7 @@ def read_all(pieces: list[bytes]) -> list[Any]:
 
 def split(data: bytes, cuts: list[int]) -> list[bytes]:
     places = sorted({cut % (len(data) + 1) for cut in cuts} | {0, len(data)})
-    return [data[a:b] for a, b in zip(places, places[1:], strict=False)]
+    return [data[a:b] for a, b in itertools.pairwise(places)]
 
 
 CUTS = st.lists(st.integers(0, 1000), max_size=8)
@@ -546,7 +555,12 @@ NOISE = st.lists(
 
 
 @settings(max_examples=400)
-@given(st.one_of(NOISE, st.binary(max_size=60), NOISE.map(lambda n: b"POST / HTTP/1.1\r\nHost: h\r\n" + n)), CUTS)
+@given(
+    st.one_of(
+        NOISE, st.binary(max_size=60), NOISE.map(lambda n: b"POST / HTTP/1.1\r\nHost: h\r\n" + n)
+    ),
+    CUTS,
+)
 def test_any_split_of_any_bytes_is_read_alike(data: bytes, cuts: list[int]) -> None:
     whole = read_all([data])
     assert read_all(split(data, cuts)) == whole
@@ -579,7 +593,9 @@ def test_what_is_accepted_h11_does_not_read_otherwise(data: bytes) -> None:
             else:
                 break
     # h11 also stops at "Connection: close"; as far as both go they agree.
-    for (method, target, _, payload), other in zip([m for m in ours if m != "bad"], theirs, strict=False):
+    for (method, target, _, payload), other in zip(
+        [m for m in ours if m != "bad"], theirs, strict=False
+    ):
         assert (method, target, payload) == other
 
 

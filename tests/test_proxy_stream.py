@@ -28,7 +28,9 @@ async def test_first_byte_out_before_the_last_is_in() -> None:
 
 
 @pytest.mark.parametrize("kind", [b"text/event-stream; charset=utf-8", b"application/x-ndjson"])
-@pytest.mark.parametrize("hint", [b"", b"X-Accel-Buffering: no\r\n", b"x-accel-buffering: no\r\n" * 2])
+@pytest.mark.parametrize(
+    "hint", [b"", b"X-Accel-Buffering: no\r\n", b"x-accel-buffering: no\r\n" * 2]
+)
 @pytest_twisted.ensureDeferred
 async def test_A05_events_pass_one_by_one_with_one_hint(kind: bytes, hint: bytes) -> None:
     async with proxying() as p:
