@@ -59,7 +59,12 @@ class Watched:
         for entry in tuple(self._waiting):
             if entry in self._waiting and entry[0]():
                 self._waiting.remove(entry)
-                entry[1].callback(None)
+                # Not from within what is being tested.
+                reactor.callLater(0, self._fire, entry[1])
+
+    def _fire(self, d: Deferred[Any]) -> None:
+        if not d.called:
+            d.callback(None)
 
     def when(self, condition: Callable[[], Any], what: object = "") -> Deferred[Any]:
         """Fires once ``condition`` holds."""

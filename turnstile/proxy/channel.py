@@ -27,7 +27,7 @@ from turnstile.proxy.http1 import (
     skip_empty_lines,
 )
 from turnstile.proxy.pages import render_page
-from turnstile.proxy.vigil import socket_below
+from turnstile.proxy.vigil import notice_dead_peers, socket_below
 from turnstile.proxy.websocket import is_websocket_upgrade
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class ProxyChannel(Protocol):
         transport = self.transport
         with contextlib.suppress(AttributeError, OSError):
             transport.setTcpNoDelay(True)
-            transport.setTcpKeepAlive(True)
+            notice_dead_peers(transport)
         transport.registerProducer(self, True)
         self.client = getattr(transport.getPeer(), "host", "") or ""
         site = self.site

@@ -7,6 +7,7 @@ and reading would only find data. The kernel knows; it is asked about once a sec
 from __future__ import annotations
 
 import select
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,8 @@ from twisted.protocols.policies import ProtocolWrapper
 #: Seconds between two looks.
 INTERVAL = 1.0
 
+# Silent for 30 s, then asked every 10 s, three times.
+_KEEPALIVE = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))
 _GONE = select.POLLHUP | select.POLLERR | select.POLLNVAL | getattr(select, "POLLRDHUP", 0)
 
 
@@ -28,6 +31,18 @@ def socket_below(transport: Any) -> Any:
         return transport.getHandle()
     except AttributeError:
         return None
+
+
+def notice_dead_peers(transport: Any) -> None:
+    """Have the kernel ask a TCP peer that is silent for long whether it is still there.
+
+    Without it a machine that lost its power, or a FIN that its sender gave up to deliver, would go unnoticed for hours.
+    """
+    transport.setTcpKeepAlive(True)
+    sock = socket_below(transport)
+    for name, value in _KEEPALIVE:
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 class Vigil:
