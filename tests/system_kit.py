@@ -62,12 +62,12 @@ async def until(
 
 def in_thread(work: Callable[..., Any], *args: Any, **kwargs: Any) -> Deferred[Any]:
     """Run a blocking client beside the reactor."""
-    return deferToThread(work, *args, **kwargs)
+    return deferToThread(work, *args, **kwargs).addTimeout(30.0, reactor)
 
 
 def in_loop(work: Callable[[], Awaitable[Any]]) -> Deferred[Any]:
     """Run a coroutine of asyncio in a thread with a loop of its own."""
-    return deferToThread(lambda: asyncio.run(work()))  # type: ignore[arg-type]
+    return in_thread(lambda: asyncio.run(asyncio.wait_for(work(), 20.0)))
 
 
 @attrs.frozen

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
@@ -464,7 +463,7 @@ async def test_progress_of_the_job_shows_on_the_state_page() -> None:
                     if event.get("type") == "executing" and event["data"]["node"] is None:
                         return
 
-        done = in_loop(lambda: asyncio.wait_for(client(), 10))
+        done = in_loop(client)
         await until(lambda: "painter" in s.host.comfy.sockets)
         prompt_id = await s.queue(image_graph(steps=40), client_id="painter")
         while True:

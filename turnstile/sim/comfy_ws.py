@@ -16,6 +16,7 @@ from typing import Any
 from autobahn.twisted.websocket import WebSocketServerFactory, WebSocketServerProtocol
 from autobahn.websocket.compress import PerMessageDeflateOffer, PerMessageDeflateOfferAccept
 
+OPEN = WebSocketServerProtocol.STATE_OPEN
 PREVIEW_IMAGE = 1
 MAX_MESSAGE = 4 << 20
 TOO_BIG = 1009
@@ -115,10 +116,9 @@ class Hub:
             socket.sendMessage(payload, isBinary=binary, fragmentSize=fragment)
 
     def targets(self, sid: str | None) -> list[ComfySocket]:
-        if sid is None:
-            return list(self.sockets.values())
-        socket = self.sockets.get(sid)
-        return [] if socket is None else [socket]
+        found = self.sockets.values() if sid is None else [self.sockets.get(sid)]
+        # One whose closing handshake has begun takes nothing any more.
+        return [socket for socket in found if socket is not None and socket.state == OPEN]
 
 
 def _accept_deflate(offers: list[Any]) -> Any:
