@@ -34,6 +34,7 @@ from turnstile.sim import GpuHost
 from turnstile.sim.graphs import (
     error_graph,
     image_graph,
+    nested_graph,
     oom_graph,
     sleep_graph,
     stubborn_graph,
@@ -58,6 +59,8 @@ class Report:
     overlaps: int
     degraded: int
     virtual_seconds: float
+    #: Seconds of it that were degraded.
+    degraded_seconds: float
     tally: dict[str, int]
 
     def __str__(self) -> str:
@@ -298,6 +301,8 @@ class System:
         self.diary: deque[tuple[float, str]] = deque(maxlen=20_000)
         self.degraded: list[Degraded] = []
         self.failures: list[str] = []
+        #: When the card was seen without any of Ollama's models.
+        self.ollama_left: list[float] = []
         self.tally: dict[str, int] = {}
         self.host = GpuHost(
             self.world,
@@ -379,13 +384,12 @@ class System:
             failure = event["log_failure"]
             self.failures.append(f"{formatEvent(event)}: {failure.getTraceback()}")
             self.note(f"LOGGED FAILURE {failure.value!r}")
-        elif event.get("log_namespace", "").startswith("turnstile"):
-            if event["log_level"] >= LogLevel.warn or event.get("log_namespace") not in (
-                "turnstile.log",
-            ):
-                self.note(f"log: {formatEvent(event)}")
+        elif event["log_level"] >= LogLevel.info:
+            self.note(f"log: {formatEvent(event)}")
 
     def _card_changed(self, card: Any) -> None:
+        if not card.residents.get("ollama"):
+            self.ollama_left.append(self.world.seconds())
         residents = ", ".join(f"{o} {b >> 20} MiB" for o, b in sorted(card.residents.items()))
         self.note(f"card: {residents or 'empty'}")
 
@@ -437,9 +441,6 @@ class System:
         pause: float = 0.0,
     ) -> Answer:
         """One request through turnstile."""
-        self.tally[target.partition("?")[0][:24]] = (
-            self.tally.get(target.partition("?")[0][:24], 0) + 1
-        )
         data = body if isinstance(body, (bytes, type(None))) else json.dumps(body).encode()
         if caller is None or not caller.open or caller.busy:
             caller = await self.connect(name)
@@ -562,6 +563,7 @@ class Schedule:
 
     :param faults: engines fail now and then.
     :param intruders: models are loaded and jobs queued behind turnstile's back.
+    :param harshness: how many times as often that happens.
     """
 
     def __init__(
@@ -572,6 +574,7 @@ class Schedule:
         users: int = 10,
         faults: bool = False,
         intruders: bool = False,
+        harshness: int = 1,
     ) -> None:
         self.system = system
         self.rng = system.rng
@@ -582,7 +585,9 @@ class Schedule:
         self.faults = faults
         self.intruders = intruders
         self.prompt_ids: deque[str] = deque(maxlen=6)
-        self.intrusions: list[float] = []
+        #: When jobs and models came behind turnstile's back.
+        self.foreign_jobs: list[float] = []
+        self.foreign_models: list[float] = []
         self.running: dict[object, tuple[float, str]] = {}
         self._wedges = False
         self.operations: list[tuple[float, Callable[[], Any]]] = [
@@ -605,13 +610,18 @@ class Schedule:
         ]
         if faults:
             self.operations += [
-                (3, self.fault_http),
-                (1, self.fault_process),
-                (2, self.fault_engine),
-                (1, self.fault_sockets),
+                (3 * harshness, self.fault_http),
+                (harshness, self.fault_process),
+                (2 * harshness, self.fault_engine),
+                (harshness, self.fault_sockets),
             ]
+        if "ollama-nested" in system.service.ports:
+            self.operations += [(3, self.nested_job), (2, self.nested_call)]
         if intruders:
-            self.operations += [(2, self.foreign_job), (2, self.foreign_model)]
+            self.operations += [
+                (2 * harshness, self.foreign_job),
+                (2 * harshness, self.foreign_model),
+            ]
         self._weights = [weight for weight, _ in self.operations]
         self._choices = [operation for _, operation in self.operations]
 
@@ -631,6 +641,7 @@ class Schedule:
             operation = rng.choices(self._choices, self._weights)[0]
             key = object()
             self.running[key] = (self.world.seconds(), operation.__name__)
+            self.system.tally[operation.__name__] = self.system.tally.get(operation.__name__, 0) + 1
             try:
                 await operation()
             finally:
@@ -778,6 +789,23 @@ class Schedule:
                 await self.sleep(rng.uniform(0.0, 3.0))
                 await self.ask("comfyui", "GET", f"/history/{prompt_id}")
 
+    async def nested_job(self) -> None:
+        rng = self.rng
+        url = f"http://{LOCALHOST}:{self.system.port('ollama-nested')}/api/generate"
+        call = {"model": rng.choice(CHAT_MODELS), "prompt": "why", "options": {"num_predict": 5}}
+        graph = nested_graph(
+            url,
+            call,
+            count=rng.choice((1, 2, 4)),
+            pause=rng.choice((0.0, 0.5, 3.0)),
+            ignore_errors=True,
+        )
+        await self.ask("comfyui", "POST", "/prompt", {"prompt": graph})
+
+    async def nested_call(self) -> None:
+        body = {"model": self.rng.choice(CHAT_MODELS), "prompt": "why"}
+        await self.ask("ollama-nested", "POST", "/api/generate", body)
+
     async def look_at_ollama(self) -> None:
         method, path = self.rng.choice(
             (
@@ -869,7 +897,6 @@ class Schedule:
 
     def _trouble(self, what: str) -> None:
         self.system.note(f"FAULT: {what}")
-        self.system.tally["fault"] = self.system.tally.get("fault", 0) + 1
 
     async def fault_http(self) -> None:
         """Some requests to an engine go wrong."""
@@ -999,14 +1026,14 @@ class Schedule:
         comfy = self.system.host.comfy
         if comfy.listening:
             self._trouble("a job is queued in ComfyUI directly")
-            self.intrusions.append(self.world.seconds())
+            self.foreign_jobs.append(self.world.seconds())
             comfy.submit(image_graph(steps=self.rng.randint(1, 8)))
 
     async def foreign_model(self) -> None:
         ollama = self.system.host.ollama
         if ollama.listening:
             self._trouble("a model is loaded in Ollama directly")
-            self.intrusions.append(self.world.seconds())
+            self.foreign_models.append(self.world.seconds())
             ollama.load("llama3.2", 5.0)
 
 
@@ -1019,6 +1046,9 @@ def run_schedule(
     *,
     faults: bool = False,
     intruders: bool = False,
+    users: int = 10,
+    harshness: int = 1,
+    strict: bool = False,
     config: dict[str, Any] | None = None,
     ollama: dict[str, Any] | None = None,
     comfy: dict[str, Any] | None = None,
@@ -1026,13 +1056,21 @@ def run_schedule(
 ) -> Report:
     """One run; nothing of it fails, its report tells what was found.
 
+    :param strict: whether any degraded interval is a problem.
     :param sabotage: is called with the running system, to plant a bug in it.
     """
     system = System(seed, config, ollama, comfy)
     problems: list[tuple[float, str]] = []
     with system.running():
         world = system.world
-        schedule = Schedule(system, operations, faults=faults, intruders=intruders)
+        schedule = Schedule(
+            system,
+            operations,
+            users=users,
+            faults=faults,
+            intruders=intruders,
+            harshness=harshness,
+        )
         if sabotage is not None:
             sabotage(system)
         began = world.seconds()
@@ -1048,7 +1086,7 @@ def run_schedule(
             stuck = [f"{name} since {t:.3f}" for t, name in schedule.running.values()]
             problems += [(now, f"not idle at the end: {u}") for u in system.unrest()]
             problems += [(now, f"still running: {what}") for what in stuck]
-        if not faults and not intruders:
+        if strict:
             problems += [
                 (d.began, f"degraded without a fault: {d.culprit} {d.reason}")
                 for d in system.degraded
@@ -1069,6 +1107,7 @@ def run_schedule(
         len(system.host.card.overlaps),
         len(system.degraded),
         took,
+        sum(end - begin for begin, end in spans(system.degraded, world.seconds())),
         system.tally,
     )
 
@@ -1082,8 +1121,12 @@ def _drive(system: System, schedule: Schedule) -> None:
 
 
 def _excuses(schedule: Schedule) -> list[tuple[float, float]]:
-    """What nobody told turnstile of takes it a moment to see."""
-    return [(t, t + 1.0) for t in schedule.intrusions]
+    """A job that nobody told turnstile of is noticed within a second; a model not before somebody asks for the card."""
+    left = schedule.system.ollama_left
+    now = schedule.world.seconds()
+    return [(t, t + 1.0) for t in schedule.foreign_jobs] + [
+        (t, next((end for end in left if end > t), now)) for t in schedule.foreign_models
+    ]
 
 
 def _use_normally(system: System) -> list[tuple[float, str]]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from schedule_kit import Leave, System
 from twisted.internet.defer import CancelledError, Deferred
 from twisted.internet.error import ConnectingCancelledError
 from twisted.internet.task import Clock
 
-from schedule_kit import Leave, System
 from turnstile.proxy.retry import RetryPolicy, connect_with_backoff
 from turnstile.sim.graphs import image_graph
 
@@ -49,4 +49,18 @@ def test_a_prompt_that_comfyui_never_answers_keeps_the_card_for_job_timeout_at_m
         assert system.world.seconds() < 1000.0 + 65.0
         assert [d.culprit for d in system.degraded] == ["comfyui"]
         assert system.unrest() == []
+        assert system.stop() == []
+
+
+def test_a_simulated_generation_ends_when_its_answer_is_cut() -> None:
+    # The fault cut the connection from inside the handler, which could not be cancelled there and went on to its end.
+    system = System(1)
+    with system.running():
+        ollama = system.host.ollama
+        ollama.faults.drop("POST /api/generate", 1, after=20)
+        body = {"model": "llama3.2", "prompt": "why", "options": {"num_predict": 1000}}
+        answer = system.world.wait(system.ask("ollama", "POST", "/api/generate", body))
+        assert (answer.status, answer.complete) == (200, False)
+        system.world.pass_time(0.1)
+        assert ollama.active_generations == 0
         assert system.stop() == []

@@ -315,6 +315,9 @@ class Exchange:
     def _cut_now(self) -> None:
         assert self._cut is not None
         self.cut(self._cut.rst)
+        if self.task is not None:
+            # The handler itself is writing this: it can be cancelled only once it waits.
+            self.connection.server.clock.callLater(0, self.task.cancel)
 
     def _tick(self) -> None:
         if self._trickle_call is None and self._trickle is not None:
