@@ -365,6 +365,7 @@ class Proxy:
         self.clients: list[End] = []
         #: How many failures the log may have.
         self.failures = 0
+        self.more_ports: list[Any] = []
         self.site: ProxySite
         self.pool: UpstreamPool
         self.port: Any = None
@@ -380,11 +381,6 @@ class Proxy:
         if sends:
             end.send(*sends)
         return end
-
-    async def connected(self) -> Any:
-        """Wait for the site to have seen all clients; its newest channel."""
-        await turn()
-        return next(iter(self.site.channels))
 
 
 def turn(times: int = 1) -> Deferred[Any]:
@@ -406,18 +402,24 @@ async def proxying(
     status_limit: int = 3,
     base: str = "",
     policy: FakePolicy | None = None,
+    upstream: RawUpstream | None = None,
 ) -> AsyncIterator[Proxy]:
-    """A proxy whose time stands still, on real sockets. Fails if anything is left or an error was logged."""
+    """A proxy whose time stands still, on real sockets. Fails if anything is left or an error was logged.
+
+    :param url: of the upstream; its pool then has the real time, for name resolution and handshakes.
+    :param upstream: listens already.
+    """
     events: list[Any] = []
     globalLogPublisher.addObserver(events.append)
-    upstream = RawUpstream()
+    listen = listen and upstream is None
+    upstream = upstream or RawUpstream()
     policy = policy or FakePolicy()
     clock = Clock()
     proxy = Proxy(upstream, policy, clock)
     try:
         if listen:
             await upstream.listen()
-        else:
+        elif url is None:
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
                 upstream.number = probe.getsockname()[1]
@@ -444,7 +446,8 @@ async def proxying(
         yield proxy
     finally:
         if proxy.port is not None:
-            await proxy.port.stopListening()
+            for port in (proxy.port, *proxy.more_ports):
+                await port.stopListening()
             for client in proxy.clients:
                 if client.lost is None:
                     client.transport.abortConnection()

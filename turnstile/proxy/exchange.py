@@ -33,6 +33,8 @@ MAX_AHEAD = 256 * 1024
 MAX_PEEK = 4096
 PEEK_TIMEOUT = 1.0
 
+# Room for the framing of a body in a few chunks.
+_MAX_PEEK_WIRE = MAX_PEEK + 256
 _AHEAD, _UPSTREAM = 1, 2
 _UNBUFFERED_TYPES = (b"text/event-stream", b"application/x-ndjson")
 
@@ -134,7 +136,7 @@ class Exchange:
         self._ahead_size += len(data)
         if self._ahead_size >= MAX_AHEAD and self._channel is not None:
             self._channel.pause(_AHEAD)
-        if self._peeking and self._ahead_size > MAX_PEEK + 256:
+        if self._peeking and self._ahead_size > _MAX_PEEK_WIRE:
             self._decide_peek(give_up=True)
 
     def request_complete(self) -> None:
@@ -191,6 +193,8 @@ class Exchange:
             self._peeking = True
             if self._complete:
                 self._decide_peek()
+            elif self._ahead_size > _MAX_PEEK_WIRE:
+                self._decide_peek(give_up=True)
             else:
                 self._continue_client()
                 self._pending = self._resource.clock.callLater(PEEK_TIMEOUT, self._peek_timeout)
