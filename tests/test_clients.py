@@ -65,6 +65,7 @@ async def test_ollama_python_client_of_blocking_code(tmp_path: Path) -> None:
             assert made.status == "success"
             # What `ollama stop` sends.
             client.generate(MODEL, keep_alive=0)
+            client._client.close()
 
         await in_thread(use)
         assert len(s.host.ollama.blobs) == 1
@@ -87,6 +88,7 @@ async def test_ollama_python_client_of_asyncio() -> None:
             async for _ in stream:
                 break
             await stream.aclose()
+            await client._client.aclose()
 
         await in_loop(use)
         await until(lambda: s.host.ollama.active_generations == 0)
