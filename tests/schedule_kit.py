@@ -12,6 +12,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -301,8 +302,8 @@ class System:
         self.diary: deque[tuple[float, str]] = deque(maxlen=20_000)
         self.degraded: list[Degraded] = []
         self.failures: list[str] = []
-        #: When the card was seen without any of Ollama's models.
-        self.ollama_left: list[float] = []
+        #: How much of the card Ollama had, by time.
+        self.ollama_held: list[tuple[float, int]] = []
         self.tally: dict[str, int] = {}
         self.host = GpuHost(
             self.world,
@@ -388,8 +389,7 @@ class System:
             self.note(f"log: {formatEvent(event)}")
 
     def _card_changed(self, card: Any) -> None:
-        if not card.residents.get("ollama"):
-            self.ollama_left.append(self.world.seconds())
+        self.ollama_held.append((self.world.seconds(), card.residents.get("ollama", 0)))
         residents = ", ".join(f"{o} {b >> 20} MiB" for o, b in sorted(card.residents.items()))
         self.note(f"card: {residents or 'empty'}")
 
@@ -1122,8 +1122,10 @@ def _drive(system: System, schedule: Schedule) -> None:
 
 def _excuses(schedule: Schedule) -> list[tuple[float, float]]:
     """A job that nobody told turnstile of is noticed within a second; a model not before somebody asks for the card."""
-    left = schedule.system.ollama_left
     now = schedule.world.seconds()
+    held = [*schedule.system.ollama_held, (now, 1)]
+    # It has left once nothing is held for a while: one that is being stopped may be loaded again at once.
+    left = [t for (t, size), (u, _) in pairwise(held) if not size and u - t > 1.0]
     return [(t, t + 1.0) for t in schedule.foreign_jobs] + [
         (t, next((end for end in left if end > t), now)) for t in schedule.foreign_models
     ]
@@ -1142,6 +1144,7 @@ def _use_normally(system: System) -> list[tuple[float, str]]:
     if answer.status != 200:
         problems.append((world.seconds(), f"the last image job: {answer}"))
     world.until(lambda: not system.unrest(), 60.0)
+    world.pass_time(10.0)
     if system.host.card.used_by("comfyui"):
         problems.append((world.seconds(), "ComfyUI was not freed after the last job"))
     return problems

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from schedule_kit import Leave, System
+from schedule_kit import Leave, System, check_overlaps
 from twisted.internet.defer import CancelledError, Deferred
 from twisted.internet.error import ConnectingCancelledError
 from twisted.internet.task import Clock
@@ -63,4 +63,31 @@ def test_a_simulated_generation_ends_when_its_answer_is_cut() -> None:
         assert (answer.status, answer.complete) == (200, False)
         system.world.pass_time(0.1)
         assert ollama.active_generations == 0
+        assert system.stop() == []
+
+
+def test_a_failed_look_at_the_queue_is_repeated_when_an_event_told_of_a_job() -> None:
+    # With no job of its own to watch, turnstile waited for the next event, and a job queued behind its back was unseen.
+    system = System(1)
+    with system.running():
+        comfy = system.host.comfy
+        comfy.faults.status(500, "/queue", 2)
+        comfy.submit(image_graph(steps=4, step_time=1.0))
+        system.world.pass_time(2.0)
+        assert system.service.arbiter.state == "image"
+        assert system.stop() == []
+
+
+def test_models_of_a_job_that_only_an_event_told_of_are_evicted_before_a_chat() -> None:
+    # The look at the queue hung until that job was over: ComfyUI was taken for empty, and a chat loaded beside it.
+    system = System(1)
+    with system.running():
+        comfy = system.host.comfy
+        hang = comfy.faults.hang("/queue", 1)
+        comfy.submit(image_graph(steps=1))
+        system.world.pass_time(3.0)
+        assert hang.hits == 1 and comfy.remaining == 0 and system.host.card.used_by("comfyui")
+        chat = system.ask("ollama", "POST", "/api/generate", {"model": "llama3.2", "prompt": "why"})
+        assert system.world.wait(chat).status == 200
+        assert check_overlaps(system) == []
         assert system.stop() == []

@@ -209,7 +209,8 @@ class Watch:
         """Seconds until the next look, if no event comes before; ``None``: only an event matters."""
         job = self._watched()
         if job is None and not self.foreign and not self.abandoned:
-            return None
+            # What an event told of was not seen: there may be jobs of others.
+            return self.poll_interval if self._doubt is not None else None
         delay = self.poll_interval
         if self._refused_since is not None:
             delay = REFUSED_DELAY
@@ -410,8 +411,12 @@ class Watch:
             self._owner.tap(text)
             return
         self._last_status = self._clock.seconds()
+        remaining = queue_remaining(event[1])
+        if remaining and self._owner.job is None:
+            # Work, and not ours; known even where looking at the queue fails.
+            self._card.mark_resident(self._name)
         idle = self._watched() is None and not self.view.ids
-        if not (idle and queue_remaining(event[1]) == 0):
+        if not (idle and remaining == 0):
             self.ring()
 
     def _events_changed(self, up: bool) -> None:
