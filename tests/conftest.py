@@ -5,6 +5,11 @@ import os
 import sys
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# How fast the machine is says nothing about the program.
+settings.register_profile("steady", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("steady")
 
 HANG_LIMIT = 120.0
 

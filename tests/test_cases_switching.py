@@ -174,7 +174,13 @@ async def test_a_job_of_ours_joins_those_of_others_without_a_free_between() -> N
 async def test_image_jobs_hand_the_card_over() -> None:
     async with running() as s:
         await s.chat()
-        jobs = [s.prompt(image_graph(steps=8)) for _ in range(4)]
+        jobs = []
+        resume = s.arbiter.hold()
+        for count in range(1, 5):
+            # One after the other, since connections made together are accepted in any order.
+            jobs.append(s.prompt(image_graph(steps=8)))
+            await s.until_waiting(image=count)
+        resume()
         answers = [answer for _, answer in await DeferredList(jobs)]
         assert [answer.status for answer in answers] == [200] * 4
         chat = s.chat()
