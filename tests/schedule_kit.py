@@ -24,8 +24,8 @@ from twisted.internet.defer import Deferred
 from twisted.internet.protocol import Factory, Protocol
 from twisted.logger import LogLevel, formatEvent, globalLogPublisher
 from twisted.python.failure import Failure
-
 from virtual_net import LOCALHOST, Stuck, VirtualReactor
+
 from turnstile import log as tlog
 from turnstile.arbiter import Abandoned, Event, Granted, Kind, Queued, Released, Transition
 from turnstile.card import Degraded
@@ -282,6 +282,19 @@ def make_config(host: GpuHost, **changes: Any) -> Config:
     return Config(**{**settings, **changes})
 
 
+class _Ordered(dict[Any, None]):
+    """A set that is iterated in the order of its making, so that nothing depends on where objects lie."""
+
+    def add(self, item: Any) -> None:
+        self[item] = None
+
+    def discard(self, item: Any) -> None:
+        self.pop(item, None)
+
+    def pop(self, *args: Any) -> Any:
+        return super().pop(*args) if args else self.popitem()[0]
+
+
 class System:
     """A host, a turnstile in front of it, its clients, and a diary of all that happens.
 
@@ -315,6 +328,8 @@ class System:
             },
             comfy_options={"load_time": 1.0, "object_info_bytes": 5000, **(comfy or {})},
         )
+        for engine in (self.host.ollama, self.host.comfy):
+            engine.connections, engine._tasks = _Ordered(), _Ordered()  # type: ignore[assignment]
         self._config = config or {}
         self.service: TurnstileService
 
@@ -526,7 +541,7 @@ def uncovered(
 
 def check_overlaps(
     system: System, excuses: list[tuple[float, float]] = []
-) -> list[tuple[float, str]]:  # noqa: B006
+) -> list[tuple[float, str]]:
     """Every overlap on the card that no degraded interval covers, with the time when it began."""
     now = system.world.seconds()
     union = spans(system.degraded, now)

@@ -91,3 +91,20 @@ def test_models_of_a_job_that_only_an_event_told_of_are_evicted_before_a_chat() 
         assert system.world.wait(chat).status == 200
         assert check_overlaps(system) == []
         assert system.stop() == []
+
+
+def test_a_refused_prompt_does_not_hide_what_another_job_loaded_meanwhile() -> None:
+    # ComfyUI was taken to be as empty as before the refused prompt was posted, though another job had run beside it.
+    system = System(1)
+    with system.running():
+        comfy = system.host.comfy
+        body = {"prompt": {"1": {"class_type": "Missing"}}}
+        image = system.ask("comfyui", "POST", "/prompt", body, pause=5.0)
+        system.world.pass_time(1.0)
+        comfy.submit(image_graph(steps=1))
+        assert system.world.wait(image).status == 400
+        assert comfy.remaining == 0
+        chat = system.ask("ollama", "POST", "/api/generate", {"model": "llama3.2", "prompt": "why"})
+        assert system.world.wait(chat).status == 200
+        assert system.host.card.overlaps == []
+        assert system.stop() == []

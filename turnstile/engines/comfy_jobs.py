@@ -150,7 +150,7 @@ class Job:
     lease: Lease
     began: float
     foreign: bool = False
-    #: Whether ComfyUI held models before this job was posted.
+    #: Whether ComfyUI may hold models of other jobs, before this one was posted or while it was.
     was_resident: bool = True
     ids: frozenset[str] = frozenset()
     #: Ids that were in the queue before the job was posted, as far as known.

@@ -412,16 +412,22 @@ class Watch:
             return
         self._last_status = self._clock.seconds()
         remaining = queue_remaining(event[1])
-        if remaining and self._owner.job is None:
+        job = self._owner.job
+        if remaining and job is None:
             # Work, and not ours; known even where looking at the queue fails.
             self._card.mark_resident(self._name)
+        elif remaining and job is not None:
+            # Ours or not: should ours be refused, this one has left models all the same.
+            job.was_resident = True
         idle = self._watched() is None and not self.view.ids
         if not (idle and remaining == 0):
             self.ring()
 
     def _events_changed(self, up: bool) -> None:
         self.log.info("ComfyUI's event socket is {state}", state="open" if up else "closed")
-        job = self._watched()
+        job = self._owner.job
         if job is not None and not up:
-            job.broken = True
+            job.was_resident = True
+            if job is self._watched():
+                job.broken = True
         self.ring()

@@ -170,7 +170,7 @@ class _Unloader:
         now = self._clock.seconds()
         for name in self._sent.keys() - models:
             del self._sent[name]
-        for name in models:
+        for name in sorted(models):
             sent = self._sent.get(name)
             if sent is None or now - sent >= RESEND_AFTER:
                 self._sent[name] = now
