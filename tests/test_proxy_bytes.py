@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import pytest_twisted
-from proxy_kit import OK, FakePolicy, proxying, turn
+from proxy_fakes import FakePolicy
+from proxy_kit import OK, proxying, turn
 
 from turnstile.proxy.gate import Ending
 
