@@ -352,10 +352,11 @@ class Exchange:
             if head.status != 100 and channel is not None and self._head.minor == 1:
                 channel.transport.write(_status_line(head) + _join(head.fields) + b"\r\n")
             return
-        resource = self._resource
         if (
-            resource.retry.repeats_status(self._head.method, head.status, self._repeated)
+            self._resource.retry.repeats_status(self._head.method, head.status, self._repeated)
             and self._is_safe()
+            and channel is not None
+            and not channel.closing
         ):
             self._repeated += 1
             self._drop_upstream()
@@ -431,7 +432,13 @@ class Exchange:
         if self._response is not None:
             self._truncate(reason)
             return
-        if conn is not None and conn.served and self._is_safe() and not reason.check(BadMessage):
+        if (
+            conn is not None
+            and conn.served
+            and self._is_safe()
+            and self._channel is not None
+            and not reason.check(BadMessage)
+        ):
             # An idle connection that the upstream had given up, and a request that may be sent twice.
             self._forwarded = False
             self._connect(fresh=True)

@@ -41,7 +41,11 @@ class RetryPolicy:
 
     def repeats_status(self, method: bytes, status: int, repeated: int) -> bool:
         """Whether an answer is thrown away and the request sent again."""
-        return status in RETRIED_STATUSES and method in (b"GET", b"HEAD") and repeated < self.status_limit
+        return (
+            status in RETRIED_STATUSES
+            and method in (b"GET", b"HEAD")
+            and repeated < self.status_limit
+        )
 
 
 def connect_with_backoff(
