@@ -10,7 +10,7 @@ import json
 import random
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -345,6 +345,9 @@ class System:
                 make_config(self.host, **self._config), reactor=self.world
             )
             service.vigil._poll = self.world.poll()
+            chance = random.Random(self.seed + 3).random
+            for site in service.sites.values():
+                site.resource.chance = chance
             service.arbiter.add_listener(self._arbiter_event)
             service.card.add_listener(self._degraded)
             service.card.add_eviction_listener(
@@ -373,7 +376,6 @@ class System:
     def _patched(self) -> Iterator[None]:
         ids = random.Random(self.seed + 2)
         cooperator = task.Cooperator(scheduler=lambda f: self.world.callLater(0, f))
-        random.seed(self.seed)
         level = "info"
         before = txaio.config.loop
         txaio.config.loop = self.world
@@ -540,7 +542,7 @@ def uncovered(
 
 
 def check_overlaps(
-    system: System, excuses: list[tuple[float, float]] = []
+    system: System, excuses: Sequence[tuple[float, float]] = ()
 ) -> list[tuple[float, str]]:
     """Every overlap on the card that no degraded interval covers, with the time when it began."""
     now = system.world.seconds()

@@ -1,6 +1,6 @@
 """Random schedules of clients and faults: one tenant at a time, no lease leaked, every line drained.
 
-A failing seed plays again with ``TURNSTILE_SCHEDULE_SEED=<seed> PYTHONHASHSEED=0 pytest tests/test_random_schedule.py``;
+A failing seed plays again with ``TURNSTILE_SCHEDULE_SEED=<seed> pytest tests/test_random_schedule.py``;
 ``TURNSTILE_SCHEDULE_RUNS`` multiplies how much is played.
 """
 

@@ -35,7 +35,7 @@ def test_an_endpoint_that_is_cancelled_is_not_tried_again() -> None:
 
 
 def test_a_prompt_that_comfyui_never_answers_keeps_the_card_for_job_timeout_at_most() -> None:
-    # JOB_TIMEOUT did not run before the answer: a hung POST /prompt, whose caller had long gone, held the card for ever.
+    # JOB_TIMEOUT did not run before the answer: a hung POST /prompt, whose caller had gone, held the card for ever.
     system = System(1, {"job_timeout": 60.0})
     with system.running():
         system.host.comfy.faults.hang("POST /prompt", 1)

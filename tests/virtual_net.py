@@ -2,8 +2,8 @@
 
 What happens in it is a function of its seed alone: every segment takes a random moment on its way, and time passes only
 from event to event, so that an hour of traffic takes seconds and plays again exactly. TCP is kept honest where the data
-path depends on it: order, windows that fill, producers that are paused, FIN behind unread data, RST, refused connections,
-a close with unread data that becomes a reset, writes to a connection that is gone.
+path depends on it: order, windows that fill, producers that are paused, FIN behind unread data, RST, connections that
+are refused, a close with unread data that becomes a reset, writes to a connection that is gone.
 """
 
 from __future__ import annotations
