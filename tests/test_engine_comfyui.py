@@ -330,7 +330,7 @@ def test_the_end_of_a_job_waits_for_nested_calls() -> None:
     nest = Nest()
     first, second = nest.calls.enter(), nest.calls.enter()
     done: list[Any] = []
-    nest.calls.finish().addCallback(done.append)
+    nest.calls.finish(60.0).addCallback(done.append)
     first()
     assert not nest.evictions
     second()

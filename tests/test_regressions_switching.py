@@ -10,7 +10,7 @@ from twisted.internet.error import ConnectingCancelledError
 from twisted.internet.task import Clock
 
 from turnstile.proxy.retry import RetryPolicy, connect_with_backoff
-from turnstile.sim.graphs import image_graph
+from turnstile.sim.graphs import image_graph, nested_graph
 
 
 def test_an_endpoint_that_is_cancelled_is_not_tried_again() -> None:
@@ -108,3 +108,20 @@ def test_a_refused_prompt_does_not_hide_what_another_job_loaded_meanwhile() -> N
         assert system.world.wait(chat).status == 200
         assert system.host.card.overlaps == []
         assert system.stop() == []
+
+
+def test_a_nested_call_that_hangs_does_not_keep_later_jobs_from_ending() -> None:
+    # The end of each job waited for the call of the first, which JOB_TIMEOUT had ended long before; without any limit.
+    system = System(1, {"listen_ollama_nested": "tcp:0:interface=127.0.0.1", "job_timeout": 60.0})
+    with system.running():
+        system.host.ollama.faults.hang("POST /api/generate", 1)
+        url = f"http://127.0.0.1:{system.port('ollama-nested')}/api/generate"
+        call = {"model": "llama3.2", "prompt": "why"}
+        system.ask("comfyui", "POST", "/prompt", {"prompt": nested_graph(url, call)})
+        system.world.pass_time(70.0)
+        assert system.service.arbiter.leases == frozenset()
+        refused = {"prompt": {"1": {"class_type": "Missing"}}}
+        assert system.world.wait(system.ask("comfyui", "POST", "/prompt", refused)).status == 400
+        system.world.pass_time(15.0)
+        assert system.service.arbiter.leases == frozenset()
+        system.stop()

@@ -44,6 +44,8 @@ class NestedCalls:
         self._evict = evict
         self._active = active
         self.count = 0
+        #: Goes up when calls are given up, which are not counted from then on.
+        self._generation = 0
         #: Whether models may be loaded that have to leave.
         self.loaded = False
         self._timer: IDelayedCall | None = None
@@ -56,10 +58,11 @@ class NestedCalls:
         self.count += 1
         self._mark()
         inside = True
+        generation = self._generation
 
         def leave() -> None:
             nonlocal inside
-            if inside:
+            if inside and generation == self._generation:
                 inside = False
                 self.count -= 1
                 if not self.count:
@@ -68,19 +71,37 @@ class NestedCalls:
         return leave
 
     @inlineCallbacks
-    def finish(self) -> Generator[Deferred[Any], Any, None]:
-        """The job is over: wait for the calls that still run, then unload."""
-        while self.count:
-            quiet: Deferred[None] = Deferred(lambda d: self._quiet.remove(d))
-            self._quiet.append(quiet)
-            yield quiet
+    def finish(self, patience: float) -> Generator[Deferred[Any], Any, None]:
+        """The job is over: wait for the calls that still run, then unload.
+
+        :param patience: the most seconds to wait for them.
+        """
+        if self.count:
+            expiry = self._clock.callLater(max(patience, 0.0), self.give_up)
+            while self.count:
+                quiet: Deferred[None] = Deferred(lambda d: self._quiet.remove(d))
+                self._quiet.append(quiet)
+                yield quiet
+            if expiry.active():
+                expiry.cancel()
         self._cancel_timer()
         if self.loaded:
             yield self._unload()
 
+    def give_up(self) -> None:
+        """The calls that run are waited for no longer: their engine hangs."""
+        if self.count:
+            self.log.warn(
+                "{count} nested calls to {tenant} do not end", count=self.count, tenant=self._tenant
+            )
+            self._generation += 1
+            self.count = 0
+            self._last_left()
+
     def stop(self) -> None:
         """Forget everything; whoever waits goes on."""
         self._cancel_timer()
+        self._generation += 1
         self.count = 0
         self.loaded = False
         self._fire_quiet()

@@ -297,7 +297,8 @@ class ComfyEngine:
                 self._give_up(job)
             else:
                 job.phase = Phase.NESTED
-                yield self._nested.finish()
+                left = job.last_sign + self.job_timeout - self._clock.seconds()
+                yield self._nested.finish(left)
                 handed_over = yield self._clear(job)
         finally:
             if self._job is job:
@@ -340,6 +341,7 @@ class ComfyEngine:
         """The job took too long: it goes on without the lease."""
         self._card.degrade(self.tenant.name, JOB_TIMED_OUT)
         self._watch.abandon(job.ids)
+        self._nested.give_up()
         if self.job_timeout_action == "interrupt" and not job.foreign:
             for id_ in job.ids:
                 self._watch.end_job(id_)
