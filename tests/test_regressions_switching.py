@@ -125,3 +125,26 @@ def test_a_nested_call_that_hangs_does_not_keep_later_jobs_from_ending() -> None
         system.world.pass_time(15.0)
         assert system.service.arbiter.leases == frozenset()
         system.stop()
+
+
+def test_a_refused_prompt_does_not_vouch_for_a_comfyui_that_could_not_be_freed() -> None:
+    # It refused connections when it was to be freed and so counted as empty; the refused prompt then confirmed that.
+    system = System(1)
+    with system.running():
+        comfy = system.host.comfy
+        good, bad = {"prompt": image_graph(steps=1)}, {"prompt": {"1": {"class_type": "Missing"}}}
+        assert system.world.wait(system.ask("comfyui", "POST", "/prompt", good)).status == 200
+        system.world.pass_time(0.5)
+        system.world.wait(comfy.stop_listening())
+        comfy.drop_connections()
+        system.world.pass_time(15.0)
+        assert (
+            system.service.card.resident == frozenset()
+            and system.service.arbiter.leases == frozenset()
+        )
+        comfy.start_listening()
+        assert system.world.wait(system.ask("comfyui", "POST", "/prompt", bad)).status == 400
+        chat = system.ask("ollama", "POST", "/api/generate", {"model": "llama3.2", "prompt": "why"})
+        assert system.world.wait(chat).status == 200
+        assert system.host.card.overlaps == []
+        assert system.stop() == []

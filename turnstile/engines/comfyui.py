@@ -182,7 +182,9 @@ class ComfyEngine:
         self._job = Job(
             lease,
             now,
-            was_resident=name in self._card.resident,
+            # One that could not be reached when it was to leave counts as empty, and need not be.
+            was_resident=name in self._card.resident
+            or any(interval.culprit == name for interval in self._card.degraded),
             before=self._watch.view.ids,
             last_sign=now,
         )
