@@ -36,6 +36,7 @@ def test_a_client_that_was_held_back_has_time_to_go_on() -> None:
         world.step(("client_sends",))
     assert not world.wire.reading
     world.step(("time", 74.0))
+    world.step(("time", 2.0))
     world.step(("time", 70.0))
     world.step(("grant", True))
     world.step(("connection", True))
