@@ -144,6 +144,7 @@ def run(clock: Clock, seconds: float, step: float = 0.01) -> None:
         (Response(200, b"{}", error.ConnectionLost()), Broken),
         (error.ConnectionRefusedError(), Unreachable),
         (error.NoRouteError(), Unreachable),
+        (error.ConnectBindError(24, "Too many open files"), Broken),
         (error.DNSLookupError(), Unreachable),
         (error.TimeoutError(), TimedOut),
         (error.TCPTimedOutError(), TimedOut),

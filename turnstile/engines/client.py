@@ -46,7 +46,7 @@ class TimedOut(ClientError):
 
 
 class Broken(ClientError):
-    """The connection ended, or what came was not HTTP."""
+    """The connection ended or could not be begun, or what came was not HTTP."""
 
 
 class HttpError(ClientError):
@@ -231,6 +231,9 @@ def _translate(failure: Failure) -> Failure:
         return failure
     if isinstance(value, (error.TimeoutError, error.TCPTimedOutError)):
         return Failure(TimedOut("no connection"))
+    if isinstance(value, error.ConnectBindError):
+        # No socket could be made (too many open files): our trouble, which says nothing about the engine.
+        return Failure(Broken(str(value)))
     if isinstance(value, (error.ConnectError, error.DNSLookupError)):
         return Failure(Unreachable(type(value).__name__))
     return Failure(Broken(type(value).__name__))

@@ -27,6 +27,9 @@ MOST_DELAY = 5.0
 PING_INTERVAL = 10.0
 PING_TIMEOUT = 10.0
 
+#: Text messages above this size are outputs, which nobody here needs.
+TEXT_LIMIT = 256 * 1024
+
 
 class Sink(Protocol):
     """What hears from one connection. After ``lost`` nothing comes any more."""
@@ -157,13 +160,37 @@ class _EventsProtocol(WebSocketClientProtocol):  # type: ignore[misc]
     """Hands text to a sink, drops everything else."""
 
     log = Logger()
+    _text: list[bytes] | None = None
+    _size = 0
 
     def onOpen(self) -> None:
         self.factory.sink.opened()
 
-    def onMessage(self, payload: bytes, isBinary: bool) -> None:
-        if not isBinary:
-            self.factory.sink.text(payload)
+    # autobahn would gather every message whole: previews of a job without a client id come to every socket, tens of
+    # megabytes each, and how long a message gets is the engine's affair.
+
+    def onMessageBegin(self, isBinary: bool) -> None:
+        self._text = None if isBinary else []
+        self._size = 0
+
+    def onMessageFrameBegin(self, length: int) -> None:
+        """Nothing: pieces are counted as they come."""
+
+    def onMessageFrameData(self, payload: bytes) -> None:
+        if self._text is not None:
+            self._size += len(payload)
+            if self._size > TEXT_LIMIT:
+                self._text = None
+            else:
+                self._text.append(payload)
+
+    def onMessageFrameEnd(self) -> None:
+        """Nothing: the message is what counts."""
+
+    def onMessageEnd(self) -> None:
+        text, self._text = self._text, None
+        if text is not None:
+            self.factory.sink.text(b"".join(text))
 
     def connectionLost(self, reason: Failure) -> None:
         # Not onClose: that is not called where the connection ends before the handshake did.

@@ -51,6 +51,9 @@ SILENT_DELAY = 5.0
 #: Seconds without any sign after which a job counts as stalled: the worker takes a pending one at once.
 STALL_PENDING = 10.0
 STALL_RUNNING = 120.0
+#: How ``/history/<id>`` is answered if the id, which clients may choose, makes no route or too long a one. Such a job
+#: is judged by the queue alone: it must not keep the card until JOB_TIMEOUT.
+NO_SUCH_ROUTE = frozenset({400, 404, 405, 414, 431})
 
 
 class Owner(Protocol):
@@ -316,12 +319,14 @@ class Watch:
         if not prompt_id:
             return None
         try:
-            answer = yield self._client.get_json(
-                "/history/" + quote(prompt_id, safe=""), LOOK_TIMEOUT
-            )
+            path = "/history/" + quote(prompt_id, safe="")
+        except UnicodeEncodeError:
+            return None  # half of a surrogate pair: JSON can say it, a URL can't
+        try:
+            answer = yield self._client.get_json(path, LOOK_TIMEOUT)
         except HttpError as e:
-            if e.status in (404, 405):
-                return None  # an id that makes no route
+            if e.status in NO_SUCH_ROUTE:
+                return None
             raise
         return parse_history(answer, prompt_id)
 

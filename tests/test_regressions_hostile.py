@@ -1,0 +1,79 @@
+"""Mistakes that hostile or broken clients and engines brought to light, each as one short story."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from schedule_kit import System
+from twisted.internet.testing import StringTransport
+
+from turnstile.engines import comfy_events
+from turnstile.sim.graphs import image_graph
+
+
+@pytest.mark.parametrize("prompt_id", ["\ud800", "x" * 20_000])
+def test_a_job_whose_id_makes_no_url_ends_when_the_queue_says_so(prompt_id: str) -> None:
+    # Clients may choose the id. Half of a surrogate pair could not be put into /history/<id>, and for a very long one
+    # aiohttp answers 400: each kept the card until JOB_TIMEOUT, though the job was over after a second.
+    system = System(1, {"job_timeout": 600.0})
+    with system.running():
+        if len(prompt_id) > 8190:
+            system.host.comfy.faults.status(400, "/history/*")
+        body = {"prompt": image_graph(steps=1), "prompt_id": prompt_id}
+        posted = system.world.wait(system.ask("comfyui", "POST", "/prompt", body))
+        assert posted.status == 200
+        chat = system.ask("ollama", "POST", "/api/generate", {"model": "llama3.2", "prompt": "why"})
+        assert system.world.wait(chat, 30.0).status == 200
+        assert system.unrest() == []
+        assert system.stop() == []
+
+
+class _Sink:
+    def __init__(self) -> None:
+        self.texts: list[bytes] = []
+
+    def opened(self) -> None: ...
+
+    def text(self, payload: bytes) -> None:
+        self.texts.append(payload)
+
+    def lost(self, reason: str) -> None: ...
+
+
+def _frame(first: int, length: int) -> bytes:
+    return bytes((first, 127)) + length.to_bytes(8, "big")
+
+
+def test_the_event_socket_gathers_no_message_that_it_does_not_need() -> None:
+    # A message was gathered whole, however long: previews of tens of megabytes, or what a broken engine never ends.
+    factory: Any = comfy_events.WebSocketClientFactory("ws://127.0.0.1:1/ws", reactor=object())
+    factory.protocol = comfy_events._EventsProtocol
+    factory.sink = sink = _Sink()
+    factory.setProtocolOptions(openHandshakeTimeout=0)
+    protocol = factory.buildProtocol(None)
+    protocol.makeConnection(StringTransport())
+    protocol.state = protocol.STATE_OPEN
+    protocol.inside_message = False
+    protocol.current_frame = None
+    protocol.websocket_version = 13
+
+    def held() -> int:
+        return sum(
+            sum(map(len, value)) if isinstance(value, list) else len(value)
+            for value in vars(protocol).values()
+            if isinstance(value, (bytes, bytearray))
+            or (isinstance(value, list) and value and isinstance(value[0], bytes))
+        )
+
+    piece = b" " * 65536
+    for first in (0x81, 0x82):
+        protocol.dataReceived(_frame(first, 1 << 40))
+        for _ in range(100):
+            protocol.dataReceived(piece)
+        assert held() < 2 * comfy_events.TEXT_LIMIT
+        # The frame would go on for long: end it here.
+        protocol.current_frame = None
+        protocol.inside_message = False
+    protocol.dataReceived(b"\x01\x02he\x80\x03llo")
+    assert sink.texts == [b"hello"]
