@@ -482,6 +482,8 @@ class System:
         """Take all faults away and have every engine up."""
         for engine in (self.host.ollama, self.host.comfy):
             engine.faults.clear()
+            # What hangs does so for ever, and so would a node of ComfyUI that waits for it.
+            engine.drop_connections()
             if not engine.listening:
                 self.world.wait(engine.restart(0.1))
         if self.host.comfy.wedged:

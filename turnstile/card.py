@@ -101,6 +101,8 @@ class Card:
         #: Who waits for one engine's eviction that was asked for by name.
         self._leaving: dict[str, list[Deferred[Eviction]]] = {}
         self._open: dict[tuple[str, str], Degraded] = {}
+        #: Those of them that an eviction does not end.
+        self._lasting: set[tuple[str, str]] = set()
         #: Past and present degraded intervals, the latest last.
         self.history: deque[Degraded] = deque(maxlen=1000)
         self.degraded_total = 0
@@ -148,17 +150,22 @@ class Card:
             self.restore(name, UNREACHABLE)
 
     def mark_evicted(self, name: str) -> None:
-        """The engine itself showed that it holds nothing; ends every degraded interval that it caused."""
+        """The engine itself showed that it holds nothing; ends the degraded intervals that it caused."""
         record = self._records[name]
         record.resident = record.again = False
         record.failed_at = None
         self._resident.discard(name)
-        for key in [key for key in self._open if key[0] == name]:
+        for key in [key for key in self._open if key[0] == name and key not in self._lasting]:
             self.restore(*key)
 
-    def degrade(self, culprit: str, reason: str) -> None:
-        """Open a degraded interval, unless the same one is open."""
+    def degrade(self, culprit: str, reason: str, *, lasting: bool = False) -> None:
+        """Open a degraded interval, unless the same one is open.
+
+        :param lasting: it ends by :meth:`restore` alone: work is under way that may load models after an eviction.
+        """
         key = (culprit, reason)
+        if lasting:
+            self._lasting.add(key)
         if key not in self._open:
             interval = self._open[key] = Degraded(reason, culprit, self._clock.seconds())
             self.history.append(interval)
@@ -167,6 +174,7 @@ class Card:
 
     def restore(self, culprit: str, reason: str) -> None:
         """Close a degraded interval, if it is open."""
+        self._lasting.discard((culprit, reason))
         interval = self._open.pop((culprit, reason), None)
         if interval is not None:
             interval.ended = self._clock.seconds()

@@ -18,6 +18,7 @@ from turnstile.card import Card
 #: Seconds without a call after which a burst is over.
 BURST_IDLE = 2.0
 REASON = "nested call"
+GIVEN_UP = "nested call that does not end"
 
 
 class NestedCalls:
@@ -44,8 +45,9 @@ class NestedCalls:
         self._evict = evict
         self._active = active
         self.count = 0
-        #: Goes up when calls are given up, which are not counted from then on.
+        #: Goes up when calls are given up, which are counted apart from then on.
         self._generation = 0
+        self._given_up = 0
         #: Whether models may be loaded that have to leave.
         self.loaded = False
         self._timer: IDelayedCall | None = None
@@ -62,11 +64,15 @@ class NestedCalls:
 
         def leave() -> None:
             nonlocal inside
-            if inside and generation == self._generation:
-                inside = False
-                self.count -= 1
-                if not self.count:
-                    self._last_left()
+            if not inside:
+                return
+            inside = False
+            if generation != self._generation:
+                self._ended_late()
+                return
+            self.count -= 1
+            if not self.count:
+                self._last_left()
 
         return leave
 
@@ -95,13 +101,23 @@ class NestedCalls:
                 "{count} nested calls to {tenant} do not end", count=self.count, tenant=self._tenant
             )
             self._generation += 1
+            self._given_up += self.count
             self.count = 0
+            self._card.degrade(self._tenant, GIVEN_UP, lasting=True)
             self._last_left()
+
+    def _ended_late(self) -> None:
+        self._given_up -= 1
+        # It may have loaded its model just now.
+        self._card.mark_resident(self._tenant)
+        if not self._given_up:
+            self._card.restore(self._tenant, GIVEN_UP)
 
     def stop(self) -> None:
         """Forget everything; whoever waits goes on."""
         self._cancel_timer()
         self._generation += 1
+        self._given_up += self.count
         self.count = 0
         self.loaded = False
         self._fire_quiet()

@@ -158,6 +158,10 @@ class Watch:
         """Jobs of ours that go on without a lease; never taken for foreign ones."""
         self.abandoned |= ids
 
+    def expect(self, prompt_id: str) -> None:
+        """A job that is not anybody's was queued; the next look tells whether it still is."""
+        self._set_foreign(self.foreign | {prompt_id})
+
     def end_job(self, prompt_id: str) -> None:
         """Interrupt a job, or take it out of the queue; not waited for.
 

@@ -52,6 +52,7 @@ CHECKS_AFTER_FAILURE = 3
 JobListener = Callable[[str, float, "str | None", bool], None]
 
 JOB_TIMED_OUT = "job timeout: the job may still run"
+UNANSWERED = "job timeout: the prompt was not answered and may still be queued"
 
 
 class ComfyEngine:
@@ -124,6 +125,8 @@ class ComfyEngine:
         self._posts = 0
         #: Ends a POST whose answer does not come.
         self._post_expiry: IDelayedCall | None = None
+        #: Leases that ended before the answer came.
+        self._unanswered: set[Lease] = set()
         #: Models were left for a next job that may not come.
         self._left_loaded = False
         self._stopped = False
@@ -207,11 +210,13 @@ class ComfyEngine:
         :param body: as much of the answer as was kept, without transfer coding.
         :param complete: whether the answer came whole and was kept whole.
         """
-        job = self._posted(lease)
+        id_ = None
+        if 200 <= status < 300:
+            id_ = find_prompt_id(headers, body, complete, self.prompt_capture_limit)
+        job = self._posted(lease, id_)
         if job is None:
             return
         if 200 <= status < 300:
-            id_ = find_prompt_id(headers, body, complete, self.prompt_capture_limit)
             if id_ is not None:
                 job.ids = frozenset({id_})
                 job.phase = Phase.QUEUED
@@ -241,7 +246,10 @@ class ComfyEngine:
             self.log.info("image job: not sent to its end")
             self.job_ended(job, Outcome.REFUSED)
 
-    def _posted(self, lease: Lease) -> Job | None:
+    def _posted(self, lease: Lease, prompt_id: str | None = None) -> Job | None:
+        if lease in self._unanswered:
+            self._answered_late(lease, prompt_id)
+            return None
         job = self._job
         if job is None or job.lease is not lease or self._stopped:
             lease.release()
@@ -255,7 +263,20 @@ class ComfyEngine:
         """ComfyUI hangs: neither the caller's patience nor its absence may keep the card for ever."""
         self._post_expiry = None
         if job.phase is Phase.POSTING:
+            self._unanswered.add(job.lease)
+            self._card.degrade(self.tenant.name, UNANSWERED, lasting=True)
             self.job_ended(job, Outcome.TIMEOUT)
+
+    def _answered_late(self, lease: Lease, prompt_id: str | None) -> None:
+        """The answer to a prompt whose lease JOB_TIMEOUT ended: should it be queued, it is one more foreign job."""
+        self._unanswered.discard(lease)
+        self._card.mark_resident(self.tenant.name)
+        if not self._stopped:
+            if prompt_id is not None:
+                self._watch.expect(prompt_id)
+            self._watch.ring()
+        if not self._unanswered:
+            self._card.restore(self.tenant.name, UNANSWERED)
 
     def _cancel_post_expiry(self) -> None:
         expiry, self._post_expiry = self._post_expiry, None
