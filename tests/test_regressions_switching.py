@@ -175,17 +175,18 @@ def test_a_prompt_that_is_queued_after_its_lease_ended_is_covered_and_adopted() 
 
 def test_a_nested_call_that_outlives_its_job_is_covered() -> None:
     # Ollama was confirmed to be empty while a call that had been given up waited in it, to load its model later.
-    config = {"listen_ollama_nested": "tcp:0:interface=127.0.0.1", "job_timeout": 60.0}
-    system = System(1, config)
+    system = System(1, {"listen_ollama_nested": "tcp:0:interface=127.0.0.1", "job_timeout": 30.0})
     with system.running():
         system.host.ollama.faults.delay(70.0, "POST /api/generate", 1)
-        url = f"http://127.0.0.1:{system.port('ollama-nested')}/api/generate"
-        call = {"model": "llama3.2", "prompt": "why"}
-        system.ask("comfyui", "POST", "/prompt", {"prompt": nested_graph(url, call)})
-        system.world.pass_time(65.0)
         good = {"prompt": image_graph(steps=20, step_time=1.0)}
         assert system.world.wait(system.ask("comfyui", "POST", "/prompt", good)).status == 200
-        system.world.pass_time(120.0)
+        call = {"model": "llama3.2", "prompt": "why"}
+        nested = system.ask("ollama-nested", "POST", "/api/generate", call)
+        system.world.pass_time(64.0)
+        assert system.world.wait(system.ask("comfyui", "POST", "/prompt", good), 30.0).status == 200
+        assert system.world.wait(nested).status == 200
+        assert system.host.card.overlaps
+        system.world.pass_time(60.0)
         assert check_overlaps(system) == []
         assert system.service.card.degraded == () and system.unrest() == []
         assert system.stop() == []

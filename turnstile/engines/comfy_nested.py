@@ -109,7 +109,13 @@ class NestedCalls:
     def _ended_late(self) -> None:
         self._given_up -= 1
         # It may have loaded its model just now.
-        self._card.mark_resident(self._tenant)
+        if self._active():
+            self._mark()
+            if not self.count:
+                self._cancel_timer()
+                self._last_left()
+        else:
+            self._card.mark_resident(self._tenant)
         if not self._given_up:
             self._card.restore(self._tenant, GIVEN_UP)
 
