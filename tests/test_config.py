@@ -156,7 +156,23 @@ def test_upstreams_refused(text, reason):
 
 
 @pytest.mark.parametrize(
-    "url", ["http://me:s3cret@gpu", "ftp://me:s3cret@gpu", "http://me:s3cret@gpu:x"]
+    "url",
+    [
+        "http://me:s3cret@gpu",
+        "ftp://me:s3cret@gpu",
+        "http://me:s3cret@gpu:x",
+        "http://me:s3/s3cret@gpu",
+        "http://me:s3cret/@gpu:1",
+        "http://me:s3cret#@gpu",
+        "http://me:s3cret@[::1:80/",
+        "http://me:s3cret\u2100@gpu",
+        "me:s3cret@gpu:11435",
+        "//me:s3cret@gpu:11435",
+        "http://gpu/?token=s3cret",
+        "http://gpu:x/?token=s3cret",
+        "gpu?token=s3cret",
+        "http://gpu/#s3cret",
+    ],
 )
 def test_passwords_in_urls_are_refused_and_never_shown(url):
     message = refused(environ={"OLLAMA_URL": url})
@@ -297,6 +313,10 @@ def test_two_listeners_at_one_address(one, other, same):
         ("http://127.0.0.1:11434", "", True),
         ("http://localhost:11434", "", True),
         ("http://[::1]:11434", "", True),
+        ("http://127.0.0.2:11434", "", True),
+        ("http://[::ffff:127.0.0.1]:11434", "", True),
+        ("http://gpu.localhost:11434", "", True),
+        ("http://127.0.0.2:11434", "127.0.0.1:11434", False),
         ("http://gpu:11434", "", False),
         ("http://127.0.0.1:11434", "192.0.2.1:11434", False),
         ("http://192.0.2.1:11434", "192.0.2.1:11434", True),

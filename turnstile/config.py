@@ -75,28 +75,35 @@ class Upstream:
         if any(ord(char) <= 0x20 or ord(char) == 0x7F for char in text):
             raise ConfigError("a URL can't contain blanks or control characters")
         if "://" not in text:
-            raise ConfigError(f"{text!r} is not a URL (is it http://{text.lstrip('/')} ?)")
+            shown = _mask(text)
+            raise ConfigError(f"{shown!r} is not a URL (is it http://{shown.lstrip('/')} ?)")
+        shown = _mask(text)
         try:
             parts = urlsplit(text)
-            port = parts.port
-        except ValueError as error:
-            raise ConfigError(f"{_mask(text)!r} is not a URL: {error}") from None
+        except ValueError:
+            raise ConfigError(f"{shown!r} is not a URL: its host can't be understood") from None
         scheme = parts.scheme.lower()
         if scheme not in _DEFAULT_PORTS:
-            raise ConfigError(f"{_mask(text)!r}: only http:// and https:// URLs are understood")
+            raise ConfigError(f"{shown!r}: only http:// and https:// URLs are understood")
         if "@" in parts.netloc:
             raise ConfigError(
-                f"{_mask(text)!r}: a user name or password in the URL isn't supported"
+                f"{shown!r}: a user name or password in the URL isn't supported"
                 " (engines take none, and URLs end up in logs)"
             )
+        try:
+            port = parts.port
+        except ValueError:
+            raise ConfigError(
+                f"{shown!r} is not a URL: its port is not a number up to 65535"
+            ) from None
         if parts.query or parts.fragment or text.endswith(("?", "#")):
-            raise ConfigError(f"{text!r}: an engine's URL has no query and no fragment")
+            raise ConfigError(f"{shown!r}: an engine's URL has no query and no fragment")
         if port == 0:
-            raise ConfigError(f"{text!r}: port 0 can't be connected to")
+            raise ConfigError(f"{shown!r}: port 0 can't be connected to")
         path = parts.path.rstrip("/")
         if not path.isascii() or "\\" in path:
-            raise ConfigError(f"{text!r}: percent-encode the path")
-        host = _check_host(parts.netloc, parts.hostname or "", text)
+            raise ConfigError(f"{shown!r}: percent-encode the path")
+        host = _check_host(parts.netloc, parts.hostname or "", shown)
         return cls(scheme, host, port or _DEFAULT_PORTS[scheme], path)
 
     @property
@@ -143,8 +150,12 @@ def _check_host(netloc: str, host: str, text: str) -> str:
 
 
 def _mask(url: str) -> str:
-    """``url`` without what may be a password."""
-    return re.sub(r"//[^/?#]*@", "//***@", url)
+    """``url`` without what may be a password or a token; made for what is no proper URL, too."""
+    # A password may contain what ends a host: everything up to the last @ goes.
+    scheme, slashes, rest = url.rpartition("://") if url.count("://") == 1 else ("", "", url)
+    before, at, after = rest.rpartition("@")
+    url = f"{scheme}{slashes}{'***' if at else ''}{at}{after}"
+    return re.sub(r"(?s)(?<=[?#]).+", "***", url)
 
 
 # -- listeners -------------------------------------------------------------------------------------
@@ -199,7 +210,7 @@ def _check_endpoint(text: str) -> None:
     from twisted.internet import endpoints
 
     try:
-        kind, positional, named = _split_endpoint(text)
+        kind, positional, named = split_endpoint(text)
         if kind == "systemd":
             # Twisted would look for the descriptor at once, and 22.4 knows no names.
             names = set(named) - {"domain"}
@@ -232,7 +243,7 @@ class _NoReactor:
     """Stands in for a reactor while an endpoint string is only taken apart."""
 
 
-def _split_endpoint(text: str) -> tuple[str, list[str], dict[str, str]]:
+def split_endpoint(text: str) -> tuple[str, list[str], dict[str, str]]:
     """Type, positional and named arguments of an endpoint string; backslash escapes."""
     positional: list[str] = []
     named: dict[str, str] = {}
@@ -251,12 +262,23 @@ def _split_endpoint(text: str) -> tuple[str, list[str], dict[str, str]]:
 
 
 _WILDCARDS = frozenset({"", "0.0.0.0", "::"})
-_LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether connecting to ``host`` stays on this machine by its name or address alone."""
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback
 
 
 def _tcp_place(endpoint: str) -> tuple[str, int] | None:
     """Interface and port of a TCP listener; None for other kinds and for port 0 (any)."""
-    kind, positional, named = _split_endpoint(endpoint)
+    kind, positional, named = split_endpoint(endpoint)
     if kind not in ("tcp", "tcp6", "ssl"):
         return None
     port = int(positional[0] if positional else named["port"])
@@ -272,7 +294,7 @@ def _same_place(one: str, other: str) -> bool:
         return first[1] == second[1] and same_host
     if first or second:
         return False
-    split_one, split_other = _split_endpoint(one), _split_endpoint(other)
+    split_one, split_other = split_endpoint(one), split_endpoint(other)
     if split_one[0] == split_other[0] == "unix":
         paths = [
             os.path.normpath(positional[0] if positional else named["address"])
@@ -289,7 +311,7 @@ def _leads_back(upstream: Upstream, endpoint: str) -> bool:
         return False
     host = upstream.host.lower().rstrip(".")
     if place[0] in _WILDCARDS:
-        return host in _LOOPBACK_NAMES or host in _WILDCARDS
+        return _is_loopback(host) or host in _WILDCARDS
     return host == place[0] or {host, place[0]} <= {"localhost", "127.0.0.1"}
 
 
