@@ -144,6 +144,7 @@ class Bench:
 
     def _start(self, *arguments: str) -> subprocess.Popen[bytes]:
         environ = {k: v for k, v in os.environ.items() if not k.startswith("GPU_TURNSTILE")}
+        environ["PYTHONPATH"] = str(Path(__file__).parent.parent)
         log = (self.folder / f"{len(self._processes)}.log").open("wb")
         process = subprocess.Popen(
             [sys.executable, *arguments], env=environ, stdout=log, stderr=subprocess.STDOUT
