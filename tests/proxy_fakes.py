@@ -64,6 +64,9 @@ class FakeGate:
         self.capture = policy.capture
         self.detached = policy.detached
 
+    def contended(self) -> bool:
+        return self._policy.contended
+
     def _call(self, *call: Any) -> None:
         self.calls.append(call[0] if len(call) == 1 else call)
         self._policy.look()
@@ -125,6 +128,7 @@ class FakePolicy(Watched):
         self.room = "now"
         self.capture = 0
         self.detached = False
+        self.contended = False
         self.gates: list[FakeGate] = []
         self.asked: list[bytes] = []
         #: What the metrics are told.

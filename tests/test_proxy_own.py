@@ -315,6 +315,31 @@ async def test_a_silent_answer_has_all_the_time() -> None:
         await client.until(b"ok")
 
 
+@pytest.mark.parametrize("contended", [True, False])
+@pytest_twisted.ensureDeferred
+async def test_a_client_that_reads_nothing_loses_the_card_if_others_wait(contended: bool) -> None:
+    async with proxying() as p:
+        p.policy.contended = contended
+        client = await p.client(GATED)
+        up = await p.upstream.request()
+        channel = next(iter(p.site.channels))
+        client.transport.pauseProducing()
+        up.send(b"HTTP/1.1 200 OK\r\nContent-Length: 99999999\r\n\r\n")
+        while not channel._choked:
+            up.send(bytes(1_000_000))
+            await turn()
+        p.clock.advance(IDLE - 1)
+        assert channel.transport.connected
+        p.clock.advance(2)
+        if contended:
+            await up.closed()
+            await p.policy.ended(Ending.CLIENT_GONE, True)
+        else:
+            p.clock.advance(IDLE * 20)
+            await turn(5)
+            assert up.lost is None and p.site.channels == {channel}
+
+
 @pytest_twisted.ensureDeferred
 async def test_what_follows_a_last_request_is_not_kept() -> None:
     async with proxying() as p:

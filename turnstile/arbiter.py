@@ -192,6 +192,11 @@ class Arbiter:
         return bool(self._exclusive)
 
     @property
+    def contended(self) -> bool:
+        """Whether anybody waits."""
+        return bool(self._exclusive or self._shared)
+
+    @property
     def held(self) -> bool:
         """Whether grants are held back (start-up, shutdown)."""
         return self._holds > 0 or self._closed

@@ -118,6 +118,9 @@ class LeaseGate:
         if lease is not None:
             lease.release()
 
+    def contended(self) -> bool:
+        return self._arbiter.contended
+
     def room(self) -> Deferred[None] | None:
         return self._card.make_room(self._tenant)
 

@@ -16,6 +16,7 @@ from twisted.internet.protocol import Protocol
 from twisted.python.failure import Failure
 from zope.interface import implementer
 
+from turnstile import log as tlog
 from turnstile.proxy.errors import error_response
 from turnstile.proxy.exchange import Exchange
 from turnstile.proxy.http1 import (
@@ -33,8 +34,13 @@ from turnstile.proxy.websocket import is_websocket_upgrade
 if TYPE_CHECKING:
     from turnstile.proxy.site import ProxySite
 
+_log = tlog.Logger()
+
 #: Seconds that a connection may be idle, or take to send a request head.
 IDLE_TIMEOUT = 75.0
+#: Seconds without reading its answer after which a client that has the card may lose it to others; looked at every
+#: ``IDLE_TIMEOUT`` seconds.
+STALL_TIMEOUT = 60.0
 #: Seconds for which the rest of an unwanted body is read and thrown away, so that the early answer is not lost to a
 #: reset (RFC 9112 section 9.6).
 LINGER = 2.0
@@ -75,6 +81,7 @@ class ProxyChannel(Protocol):
         self._watched: int | None = None
         #: Whether the client reads slower than it is written to.
         self._choked = False
+        self._choked_at = 0.0
         self._lingering = False
         self._serving = False
         self._timer: Any = None
@@ -125,6 +132,14 @@ class ProxyChannel(Protocol):
             ):
                 # Else a client that never ends its upload would keep the card.
                 exchange.bad_body(BadMessage("the request body stalled", 408))
+            elif self._choked and clock.seconds() - self._choked_at >= STALL_TIMEOUT:
+                if exchange.keeps_others_waiting:
+                    _log.warn(
+                        "a client that reads nothing of its answer is cut off: others wait for the card",
+                        client=self.client,
+                        target=tlog.redact_target(exchange.uri),
+                    )
+                    self.transport.abortConnection()
         elif idle < IDLE_TIMEOUT:
             self._timer = clock.callLater(IDLE_TIMEOUT - idle, self._check_idle)
         else:
@@ -385,6 +400,7 @@ class ProxyChannel(Protocol):
     def pauseProducing(self) -> None:
         """The client reads slower than the upstream sends."""
         self._choked = True
+        self._choked_at = self.site.clock.seconds()
         if self.exchange is not None:
             self.exchange.client_paused()
 

@@ -124,6 +124,11 @@ class Exchange:
         waits = self._head.expect_continue and not self._continued and not self._ahead
         return waits or self._response is not None
 
+    @property
+    def keeps_others_waiting(self) -> bool:
+        """Whether this request has the card and others wait for it."""
+        return self._held and self._gate is not None and self._gate.contended()
+
     # -- from the client --------------------------------------------------------------------------------------
 
     def request_data(self, data: bytes) -> None:

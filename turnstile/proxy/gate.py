@@ -58,6 +58,10 @@ class Gate(Protocol):
         """Give the lease back for the time of a back-off: the upstream cannot be reached."""
         ...
 
+    def contended(self) -> bool:
+        """Whether others wait for what this request has."""
+        ...
+
     def room(self) -> Deferred[None] | None:
         """Make the other tenants leave the card; ``None`` if nobody is there. Cancellable."""
         ...
