@@ -336,6 +336,12 @@ def test_json_and_files_have_no_colours(tmp_path, monkeypatch):
         (b"/a?auth=s3cret=s3cret", "/a?auth=***"),
         (b"/a?X-Amz-Signature=s3cret", "/a?X-Amz-Signature=***"),
         (b"http://u:s3cret@h/a", "http://***@h/a"),
+        (b"//u:s3cret@h/a", "//***@h/a"),
+        (b"/a?b=http://u:s3cret@h/", "/a?b=http://***@h/"),
+        (b"/a?b=http%3a%2f%2fu:s3cret%40h/", "/a?b=http%3a%2f%2f***@h/"),
+        (b"/a?b=http%3A%2F%2Fu%3As3cret@h/", "/a?b=http%3A%2F%2F***@h/"),
+        (b"/a?sid=s3cret&session=s3cret", "/a?sid=***&session=***"),
+        (b"/a@b", "/a@b"),
         (b"/ws?clientId=abc", "/ws?clientId=abc"),
         (b"/view?filename=a.png&type=output", "/view?filename=a.png&type=output"),
         (b"/a?token", "/a?token"),
@@ -354,7 +360,9 @@ def test_any_target_can_be_shown(target):
     assert tlog.redact_target(target).isprintable()
 
 
-@pytest.mark.parametrize("piece", ["token", "?", "&key", "://", "cookie: '", "Bearer ", "?a="])
+@pytest.mark.parametrize(
+    "piece", ["token", "?", "&key", "://", "cookie: '", "Bearer ", "?a=", "//", "%2f"]
+)
 def test_looking_for_secrets_takes_linear_time(piece):
     text = "?" + piece * (500_000 // len(piece))
     before = time.monotonic()
@@ -375,6 +383,7 @@ def test_secrets_that_slipped_through(format):
         "Cookie: a=s3cret; b=s3cret",
         "got Bearer s3cret.s3cret",
         "connecting to https://me:s3cret@gpu/",
+        "GET /a?b=https://me:s3cret@gpu/ HTTP/1.1",
     ):
         page.log.info("{message}", message=message)
         page.log.info("x", message_=message, deep={"a": [message]})
@@ -457,7 +466,16 @@ def test_a_file_that_cannot_be_opened_again_stays(tmp_path):
     page.log.error("two")
     tlog.reopen()
     page.log.error("three")
-    assert (tmp_path / "elsewhere" / "log").read_text().count("\n") == 3
+    lines = (tmp_path / "elsewhere" / "log").read_text().splitlines()
+    assert len(lines) == 4
+    assert "WARN  the log file can't be opened again" in lines[2] and str(folder) in lines[2]
+
+
+@pytest.mark.limit(10)
+def test_a_named_pipe_that_nobody_reads_is_one_clear_line(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="can't be written: "):
+        tlog.make_observer(Config(log_file=str(tmp_path / "pipe")), io.BytesIO())
 
 
 @pytest.mark.parametrize("path", ["/nonexistent/log", "/", "/dev/null/x", "a\0b"])

@@ -153,7 +153,7 @@ def _mask(url: str) -> str:
     """``url`` without what may be a password or a token; made for what is no proper URL, too."""
     # A password may contain what ends a host: everything up to the last @ goes.
     scheme, slashes, rest = url.rpartition("://") if url.count("://") == 1 else ("", "", url)
-    before, at, after = rest.rpartition("@")
+    _, at, after = rest.rpartition("@")
     url = f"{scheme}{slashes}{'***' if at else ''}{at}{after}"
     return re.sub(r"(?s)(?<=[?#]).+", "***", url)
 

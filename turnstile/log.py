@@ -65,7 +65,9 @@ _SECRET_WORDS = (
     "token|secret|password|passwd|pwd|api[-_.]?key|access[-_.]?key|credential|signature|jwt"
     "|session[-_.]?id"
 )
-_SECRET_NAME = re.compile(rf"{_SECRET_WORDS}|key\Z|\Ax?auth(?:orization)?\Z|\A(?:pass|sig|sas)\Z")
+_SECRET_NAME = re.compile(
+    rf"{_SECRET_WORDS}|key\Z|\Ax?auth(?:orization)?\Z|\A(?:pass|sig|sas|sid|session)\Z"
+)
 _MASK = "***"
 _LOOSE_SECRETS = re.compile(
     # query parameters wherever they appear
@@ -78,6 +80,8 @@ _LOOSE_SECRETS = re.compile(
     r"|(?P<url>://)[^/@\s\"']+(?=@)",
     re.IGNORECASE,
 )
+# The same in request targets, where it may be percent-encoded.
+_USER_INFO = re.compile(r"((?:/|%2F){2})(?:[^/?#&;\s%@]|%(?!2F|40))*(?:@|%40)", re.IGNORECASE)
 _SECRET_FIELDS = re.compile(r"(?:.*_)?(?:authorization|cookies?|password|secret|token|headers)\Z")
 
 
@@ -89,15 +93,15 @@ def _scrub(text: str) -> str:
 def _mask_loose(match: re.Match[str]) -> str:
     name = match["name"]
     if name is not None and not _SECRET_NAME.search(unquote_plus(name).lower()):
-        return match[0]
+        return _USER_INFO.sub(rf"\1{_MASK}@", match[0])
     return (match["head"] or match["header"] or match["bearer"] or match["url"]) + _MASK
 
 
 def redact_target(target: bytes) -> str:
     """A request target for the log: escaped, without the values of secret query parameters."""
     text = target.decode("ascii", "backslashreplace")
-    if "@" in text:
-        text = re.sub(r"\A([A-Za-z][A-Za-z0-9+.-]*://)[^/?#]*@", rf"\1{_MASK}@", text)
+    if "@" in text or "%40" in text:
+        text = _USER_INFO.sub(rf"\1{_MASK}@", text)
     path, mark, query = text.partition("?")
     if mark:
         pieces = re.split("([&;])", query)
@@ -419,7 +423,11 @@ class LogFile:
             raise ConfigError(f"log file {path}: can't be written: {reason}") from None
 
     def _open(self) -> int:
-        return os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        # A named pipe that nobody reads refuses to be opened, rather than holding up everything.
+        fd = os.open(self.path, flags | os.O_NONBLOCK, 0o640)
+        os.set_blocking(fd, True)
+        return fd
 
     def write(self, data: bytes) -> None:
         """Append ``data``."""
@@ -441,14 +449,15 @@ class LogFile:
             return False
         return (here.st_dev, here.st_ino) != (there.st_dev, there.st_ino)
 
-    def reopen(self) -> None:
-        """Open the path again; if that fails the old file stays in use."""
+    def reopen(self) -> str | None:
+        """Open the path again; if that fails the old file stays in use, and the reason is returned."""
         try:
             fd = self._open()
-        except OSError:
-            return
+        except OSError as error:
+            return f"{self.path}: {error.strerror or error}"
         os.close(self._fd)
         self._fd = fd
+        return None
 
     def flush(self) -> None:
         """Nothing is held back."""
@@ -473,8 +482,9 @@ class StreamSink:
             self._stream.write(data if self._binary else data.decode("utf-8"))
             self._stream.flush()
 
-    def reopen(self) -> None:
+    def reopen(self) -> str | None:
         """A stream stays what it is."""
+        return None
 
     def close(self) -> None:
         """The stream belongs to others."""
@@ -500,8 +510,9 @@ class SyslogSink:
         for part in line.split("\n"):
             self._syslog.syslog(self._priorities[level], part.replace("\0", ""))
 
-    def reopen(self) -> None:
+    def reopen(self) -> str | None:
         """The system's log rotates itself."""
+        return None
 
     def close(self) -> None:
         """Nothing to let go of."""
@@ -555,7 +566,12 @@ class Observer:
 
     def reopen(self) -> None:
         """Open the log file again, if it is one."""
-        self.sink.reopen()
+        problem = self.sink.reopen()
+        if problem:
+            Logger(namespace="turnstile.log", observer=self).warn(
+                "the log file can't be opened again, the old one stays in use: {problem}",
+                problem=problem,
+            )
 
     def close(self) -> None:
         """Let go of the log file."""
