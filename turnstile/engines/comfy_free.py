@@ -8,6 +8,7 @@ drops when the models are gone. It need not drop to nothing, and how far is lear
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -32,6 +33,8 @@ KEPT_TIME = 2.0
 WORKER_TIME = 0.25
 #: Seconds after which ``/free`` is sent again: a job that came between may have used up its flags.
 RESEND_AFTER = 2.0
+#: Seconds after which a ``/free`` that failed is sent again. Until one is answered only memory that fell is evidence.
+RETRY_AFTER = 0.25
 
 FIRST_DELAY = 0.01
 BACKOFF = 1.5
@@ -52,12 +55,19 @@ def reserved_memory(stats: object) -> int | None:
     for device in devices if isinstance(devices, list) else ():
         if not isinstance(device, dict) or device.get("type") in ("cpu", "mps"):
             continue
-        reserved = device.get("torch_vram_total")
-        if not isinstance(reserved, (int, float)) or reserved == device.get("vram_total"):
+        reserved = _figure(device.get("torch_vram_total"))
+        if reserved is None or reserved == device.get("vram_total"):
             continue
         known = True
-        total += int(reserved)
+        total += reserved
     return total if known else None
+
+
+def _figure(value: object) -> int | None:
+    """A number of bytes; Python's JSON also knows NaN and Infinity, which are none."""
+    if isinstance(value, (int, float)) and math.isfinite(value):
+        return int(value)
+    return None
 
 
 @attrs.frozen
@@ -76,11 +86,12 @@ def device_memory(stats: object, now: float) -> Memory | None:
     for device in devices if isinstance(devices, list) else ():
         if not isinstance(device, dict) or device.get("type") in ("cpu", "mps"):
             continue
-        figures = [device.get(key, 0) for key in ("vram_total", "vram_free", "torch_vram_free")]
-        if not all(isinstance(figure, (int, float)) for figure in figures):
+        size, free, reserved_free = (
+            _figure(device.get(key, 0)) for key in ("vram_total", "vram_free", "torch_vram_free")
+        )
+        if size is None or free is None or reserved_free is None:
             continue
         # ComfyUI counts what PyTorch has reserved and does not use as free.
-        size, free, reserved_free = map(int, figures)
         total += size
         used += max(0, size - free + reserved_free)
     return Memory(used, total, now) if total else None
@@ -166,8 +177,10 @@ class Freer:
         delay = FIRST_DELAY
         answered = measured = False
         refused_at: float | None = None
+        #: When /free was sent, and when it was last answered well: only then has the worker been told.
         sent_at: float | None = None
-        #: Since when the queue has been seen empty, with a /free sent.
+        told_at: float | None = None
+        #: Since when the queue has been seen empty, a /free behind it.
         empty_since: float | None = None
         blind_looks = 0
         last: int | None = None
@@ -182,19 +195,24 @@ class Freer:
                         self.floor.note_held((yield self._reserved(limit)))
                     sent_at = clock.seconds()
                     yield self._post(limit)
+                    told_at = clock.seconds()
                 view = yield self._look(limit)
                 answered, refused_at = True, None
                 reserved = yield self._reserved(limit)
                 now = clock.seconds()
                 if view.ids:
-                    # Busy: it frees after the running job, before the next one.
-                    empty_since, last, blind_looks = None, None, 0
+                    # Busy: it frees after the running job, before the next one, whose models it has to be told of anew.
+                    empty_since, told_at, last, blind_looks = None, None, None, 0
                     self.floor.note_held(reserved)
                 else:
                     empty_since = now if empty_since is None else empty_since
                     if reserved is None:
                         blind_looks += 1
-                        if blind_looks >= 2 and now - max(sent_at, empty_since) >= WORKER_TIME:
+                        if (
+                            told_at is not None
+                            and blind_looks >= 2
+                            and now - max(told_at, empty_since) >= WORKER_TIME
+                        ):
                             return Eviction.CONFIRMED
                     else:
                         if reserved != last:
@@ -208,9 +226,10 @@ class Freer:
                                 )
                             self.floor.note_freed(reserved)
                             return Eviction.CONFIRMED
-                    if now - sent_at >= RESEND_AFTER:
+                    if now - sent_at >= (RETRY_AFTER if told_at is None else RESEND_AFTER):
                         sent_at = now
                         yield self._post(limit)
+                        told_at = clock.seconds()
             except Unreachable:
                 now = clock.seconds()
                 refused_at = now if refused_at is None else refused_at

@@ -182,6 +182,11 @@ class Watch:
     def _attend(self, first: Deferred[None]) -> Generator[Deferred[Any], Any, None]:
         try:
             yield self._first_look()
+        except CancelledError:
+            raise
+        except Exception:
+            # Whatever it was: without this loop no job would ever end.
+            self.log.failure("the first look at ComfyUI failed")
         finally:
             first.callback(None)
         while True:
