@@ -65,9 +65,9 @@ def reserved_memory(stats: object) -> int | None:
 
 def _figure(value: object) -> int | None:
     """A number of bytes; Python's JSON also knows NaN and Infinity, which are none."""
-    if isinstance(value, (int, float)) and math.isfinite(value):
-        return int(value)
-    return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return None
+    return int(value)
 
 
 @attrs.frozen
