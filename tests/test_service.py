@@ -89,6 +89,20 @@ async def test_at_the_stop_what_takes_too_long_is_cut_visibly() -> None:
 
 
 @pytest_twisted.ensureDeferred
+async def test_at_the_stop_who_was_not_answered_yet_gets_503_before_the_cut() -> None:
+    async with running(shutdown_timeout=0.2) as s:
+        s.host.ollama.faults.hang("POST /api/chat")
+        waiting = s.chat()
+        await until(lambda: s.host.ollama.requests_for("POST", "/api/chat"))
+        began = reactor.seconds()
+        await s.service.stopService()
+        assert reactor.seconds() - began < 2.0
+        answer = await waiting
+        assert answer.status == 503
+        assert answer.json()["error"] == "turnstile is shutting down"
+
+
+@pytest_twisted.ensureDeferred
 async def test_at_the_stop_idle_connections_and_sockets_are_closed() -> None:
     async with running() as s:
         idle = await s.wire()
@@ -126,7 +140,7 @@ async def test_a_stop_during_an_image_job_leaves_the_job_alone() -> None:
 def make_certificate(folder: Path, *names: str) -> tuple[Path, Any]:
     """A certificate that vouches for itself: its file, and what a listener needs."""
     key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "turnstile test")])
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"turnstile {folder.name}"[:64])])
     now = datetime.datetime.now(datetime.UTC).replace(tzinfo=None)
     alternatives: list[x509.GeneralName] = [x509.DNSName(n) for n in names if n[0].isalpha()]
     alternatives += [x509.IPAddress(ipaddress.ip_address(n)) for n in names if not n[0].isalpha()]
@@ -171,6 +185,12 @@ async def test_https_upstreams_with_a_private_ca(tmp_path: Path, name: str) -> N
             return Upstream.parse(f"https://{name}:{port.getHost().port}")
 
         return make
+
+    # Among others, and with another system's line ends.
+    (tmp_path / "other").mkdir()
+    other, _ = make_certificate(tmp_path / "other", "localhost")
+    bundle = b"Some words\n" + other.read_bytes() + ca.read_bytes()
+    ca.write_bytes(bundle.replace(b"\n", b"\r\n").removesuffix(b"\r\n"))
 
     async with running(
         ollama_url=tls_front("ollama"),
@@ -512,16 +532,144 @@ async def test_a_taken_port_is_told_in_one_line(tmp_path: Path) -> None:
     assert "Traceback" not in "\n".join(run.lines())
 
 
+BROKEN = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("nothing\n", "no certificate in it"),
+        (BROKEN, "certificate 1 can't be read"),
+        (None, "No such file or directory"),
+    ],
+)
 @pytest_twisted.ensureDeferred
-async def test_a_ca_file_that_cannot_be_used_is_told_in_one_line(tmp_path: Path) -> None:
-    (tmp_path / "ca.pem").write_text("nothing\n")
-    run = Program(tmp_path, "--ollama=https://127.0.0.1:1", f"--upstream-ca={tmp_path / 'ca.pem'}")
+async def test_a_ca_file_that_cannot_be_used_is_told_in_one_line(
+    tmp_path: Path, content: str | None, reason: str
+) -> None:
+    ca = tmp_path / "ca.pem"
+    if content is not None:
+        ca.write_text(content)
+    run = Program(tmp_path, "--ollama=https://127.0.0.1:1", f"--upstream-ca={ca}")
+    try:
+        assert await run.ended(20.0) == 2
+    finally:
+        await run.kill()
+    assert run.lines() == [f"turnstile: UPSTREAM_CA {ca}: {reason}"]
+
+
+async def does_not_start(folder: Path, *options: str) -> str:
+    """Why not: the last line of the log, and the only one about trouble."""
+    run = Program(folder, *options)
     try:
         assert await run.ended(20.0) != 0
     finally:
         await run.kill()
-    (line,) = run.lines()
-    assert "UPSTREAM_CA" in line and "ca.pem" in line
+    lines = run.lines()
+    assert sum("WARN" in line or "ERROR" in line for line in lines) == 1
+    assert "Traceback" not in "\n".join(lines)
+    return lines[-1]
+
+
+@pytest.mark.parametrize("descriptor", ["index=0", "name=nobody"])
+@pytest_twisted.ensureDeferred
+async def test_a_systemd_socket_that_is_not_there_is_told_in_one_line(
+    tmp_path: Path, descriptor: str
+) -> None:
+    line = await does_not_start(
+        tmp_path,
+        "--ollama=http://127.0.0.1:1",
+        f"--listen-ollama=systemd:domain=INET:{descriptor}",
+    )
+    assert "systemd passed no such socket" in line
+
+
+@pytest_twisted.ensureDeferred
+async def test_unix_sockets_that_cannot_be_had_are_told_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("precious")
+    with socket.socket(socket.AF_UNIX) as taken:
+        taken.bind(str(tmp_path / "taken"))
+        taken.listen()
+        for path, reason in (
+            (tmp_path / "taken", "in use"),
+            (tmp_path / "file", "in use"),
+            (tmp_path / "none" / "s", "No such file or directory"),
+        ):
+            line = await does_not_start(
+                tmp_path, "--ollama=http://127.0.0.1:1", f"--listen-ollama=unix:{path}"
+            )
+            assert line.endswith(reason)
+    assert (tmp_path / "file").read_text() == "precious"
+
+
+@pytest_twisted.ensureDeferred
+async def test_a_unix_socket_that_a_killed_process_left_is_taken_over(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(str(path))
+    # Its number belongs to a process that runs: this one.
+    (tmp_path / "s.lock").symlink_to(str(os.getpid()))
+    run = Program(
+        tmp_path, "--ollama=http://127.0.0.1:1", f"--listen-ollama=unix:{path}", "--loglevel=info"
+    )
+
+    def answered() -> bool:
+        with socket.socket(socket.AF_UNIX) as client:
+            try:
+                client.connect(str(path))
+            except OSError:
+                return False
+            client.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+            return b"idle" in client.recv(1000)
+
+    try:
+        await until(lambda: any("listens on" in x or "cannot" in x for x in run.lines()))
+        assert await in_thread(answered)
+        run.process.terminate()
+        assert await run.ended() == 0
+    finally:
+        await run.kill()
+
+
+@pytest_twisted.ensureDeferred
+async def test_an_engine_url_that_leads_back_to_turnstile_is_told_at_the_start(
+    tmp_path: Path,
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # By a way that no look at the settings can tell.
+    relay = reactor.listenTCP(0, QuietProxyFactory("127.0.0.1", port), interface="127.0.0.1")
+    url = f"http://127.0.0.1:{relay.getHost().port}"
+    run = Program(tmp_path, f"--ollama={url}", LISTEN_OLLAMA=f"127.0.0.1:{port}")
+    try:
+        assert await run.ended(20.0) == 2
+    finally:
+        await run.kill()
+        await relay.stopListening()
+    (line,) = [line for line in run.lines() if "ERROR" in line]
+    assert f"OLLAMA_URL ({url}) leads back to turnstile itself" in line
+
+
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
+@pytest_twisted.ensureDeferred
+async def test_signals_during_the_stop(tmp_path: Path, first: signal.Signals) -> None:
+    async with program(tmp_path, "--loglevel=info", "--shutdown-timeout=60s") as (run, host):
+        ollama = await run.port("ollama")
+        stream = ensureDeferred(post(ollama, "/api/chat", chat_body(100_000)))
+        stream.addErrback(lambda _: None)
+        await until(lambda: host.ollama.active_generations)
+        for number in (signal.SIGHUP, first, signal.SIGHUP, signal.SIGTERM):
+            run.process.send_signal(number)
+            await tick(0.3)
+            assert run.process.poll() is None
+        # A person in front of it is in a hurry.
+        run.process.send_signal(signal.SIGINT)
+        await run.ended(5.0)
+        await stream
+    text = "\n".join(run.lines())
+    assert "answers in progress are cut: interrupted once more" in text
+    assert "Traceback" not in text
 
 
 @pytest_twisted.ensureDeferred

@@ -97,6 +97,8 @@ def test_the_environment_is_asked():
         ([*OLLAMA, "--job-timeout"], "option --job-timeout requires argument"),
         ([*OLLAMA, "extra"], "'extra' is not an option"),
         (["--config=/nonexistent"], "configuration file /nonexistent: it does not exist"),
+        (["--config=/no\x1b[31m"], "configuration file /no\\x1b[31m: it does not exist"),
+        (["--no\x1b[31m\xff"], "option --no\\x1b[31m\xff not recognized"),
     ],
 )
 def test_errors_are_one_line(arguments, line, capsys):
@@ -201,6 +203,7 @@ def test_where_the_log_goes(fake_service, tmp_path, monkeypatch):
         ),
         ([], ["--logfile=/nonexistent/x"], "log file /nonexistent/x: can't be written: No such"),
         ([], ["--logfile=-"], "a daemon can't log to standard output"),
+        ([], ["-n", "--pidfile=/nonexistent/x"], "pid file /nonexistent/x: can't be written"),
     ],
 )
 def test_a_log_that_cannot_be_written(fake_service, capsys, arguments, twistd, reason):
@@ -209,6 +212,11 @@ def test_a_log_that_cannot_be_written(fake_service, capsys, arguments, twistd, r
     err = capsys.readouterr().err
     assert err.startswith(f"turnstile: {reason}")
     assert err.count("\n") == 1
+
+
+def test_without_a_pid_file_its_folder_does_not_matter(fake_service, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    tap.makeService(under_twistd(twistd=["-n", "--pidfile="]), object())
 
 
 # -- the real twistd
@@ -284,6 +292,21 @@ def test_a_daemon_logs_to_a_file(tmp_path):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert "turnstile 1.2.3 starting" in log.read_text()
+
+
+def test_a_daemon_that_cannot_start_says_so_where_it_was_started(tmp_path):
+    done = twistd(tmp_path, "turnstile", *OLLAMA, body=FAIL)
+    assert done.returncode == 1
+    assert "port taken" in done.stderr and "Traceback" not in done.stderr
+    deadline = time.monotonic() + 20
+    log = tmp_path / "twistd.log"
+    while not (log.exists() and "ERROR port taken" in log.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    while (tmp_path / "twistd.pid").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert "Traceback" not in log.read_text()
 
 
 def test_twistds_log_file_has_our_format(tmp_path):

@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from turnstile.log import Logger
@@ -21,6 +22,7 @@ EXIT_UPDATED = 3
 
 _log = Logger()
 _status = 0
+_reason = ""
 
 
 def set_exit_status(code: int) -> None:
@@ -35,12 +37,19 @@ def get_exit_status() -> int:
     return _status
 
 
+def get_failure() -> str:
+    """Why the start failed; empty if it did not."""
+    return _reason
+
+
 def fail_startup(reactor: Any, message: str, code: int = EXIT_FAILURE) -> None:
     """Log ``message`` as an error and end the process with ``code`` once the reactor runs.
 
     For `startService` and the like, where an exception would have twistd print a traceback.
     """
+    global _reason
     _log.error("{reason}", reason=message)
+    _reason = _reason or message
     set_exit_status(code)
     reactor.callWhenRunning(_stop, reactor)
 
@@ -56,6 +65,34 @@ def exit_0_on_sigterm(reactor: Any) -> None:
 
     # Not before: the reactor installs its handlers when it starts.
     reactor.callWhenRunning(signal.signal, signal.SIGTERM, terminate)
+
+
+def hasten_on_second_sigint(
+    reactor: Any, is_running: Callable[[], bool], hasten: Callable[[], None]
+) -> None:
+    """Let the first SIGINT mean what it does, and one that comes while all is being stopped call ``hasten``.
+
+    Stopping a reactor that stops already is an error, with a traceback, to twisted's own handler.
+    """
+    seen = False
+
+    def install() -> None:
+        first = signal.getsignal(signal.SIGINT)
+        if not callable(first):
+            return
+
+        def interrupted(number: int, frame: Any) -> None:
+            nonlocal seen
+            if seen or not is_running():
+                reactor.callFromThread(hasten)
+            else:
+                seen = True
+                first(number, frame)
+
+        signal.signal(signal.SIGINT, interrupted)
+
+    # Not before: the reactor installs its handlers when it starts.
+    reactor.callWhenRunning(install)
 
 
 def _stop(reactor: Any) -> None:

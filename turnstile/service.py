@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import errno
+import os
+import re
+import secrets
+import socket
+import stat
 from collections.abc import Callable
 from typing import Any
 
 from twisted.application.service import Service
 from twisted.internet import ssl
-from twisted.internet.defer import Deferred, DeferredList, inlineCallbacks
+from twisted.internet.defer import Deferred, DeferredList, inlineCallbacks, maybeDeferred
 from twisted.internet.endpoints import serverFromString
 from twisted.internet.error import CannotListenError
 from twisted.python.failure import Failure
@@ -18,7 +23,7 @@ from turnstile import __version__, exitcode
 from turnstile import log as tlog
 from turnstile.arbiter import Arbiter
 from turnstile.card import Card
-from turnstile.config import Config, Upstream
+from turnstile.config import Config, ConfigError, Upstream, split_endpoint
 from turnstile.engines.base import Engine
 from turnstile.engines.client import JsonClient, make_client
 from turnstile.engines.comfy_events import make_connect_events
@@ -69,6 +74,10 @@ class TurnstileService(Service):
         self._warmer: Warmer | None = None
         self._undo_sighup: Callable[[], None] | None = None
         self._resume: Callable[[], None] | None = None
+        self._announced = False
+        self._is_cut = False
+        #: What our own calls to engines carry, by which they are known should they come back to us.
+        self._marks: dict[bytes, str] = {}
         #: Fires once the engines were looked at, from when on requests are granted the card.
         self.ready: Deferred[None] = Deferred()
         self._trust_root = _trust_root(config)
@@ -80,7 +89,7 @@ class TurnstileService(Service):
         config = self.config
         if config.ollama_url is not None:
             self.ollama = OllamaEngine(
-                self._client(config.ollama_url),
+                self._client("OLLAMA_URL", config.ollama_url),
                 self._reactor,
                 self.card,
                 unload_timeout=config.unload_timeout,
@@ -90,7 +99,7 @@ class TurnstileService(Service):
             self.card.register(self.ollama)
         if config.comfy_url is not None:
             self.comfy = ComfyEngine(
-                self._client(config.comfy_url),
+                self._client("COMFY_URL", config.comfy_url),
                 self._reactor,
                 self.arbiter,
                 self.card,
@@ -184,6 +193,8 @@ class TurnstileService(Service):
             vigil=self.vigil,
             on_text=comfy.tap if comfy is not None else None,
             on_relays=self.metrics.relays_changed,
+            marks=tuple(self._marks),
+            on_loop=self._leads_back,
         )
 
     @property
@@ -197,15 +208,26 @@ class TurnstileService(Service):
             total=None if memory is None else memory.total,
         )
 
-    def _client(self, upstream: Upstream) -> JsonClient:
+    def _client(self, setting: str, upstream: Upstream) -> JsonClient:
+        mark = secrets.token_hex(16)
+        self._marks[mark.encode()] = f"{setting} ({upstream.url})"
         client = make_client(
             self._reactor,
             upstream,
             connect_timeout=self.config.connect_timeout,
             context_factory=self._context_factory(),
+            mark=mark,
         )
         self._clients.append(client)
         return client
+
+    def _leads_back(self, mark: bytes) -> None:
+        """A call of our own to an engine came in at one of our listeners."""
+        message = f"{self._marks[mark]} leads back to turnstile itself: move the engine to another port, or turnstile"
+        if self.ready.called:
+            _log.error("{problem}", problem=message)
+        else:
+            exitcode.fail_startup(self._reactor, message, exitcode.EXIT_CONFIG)
 
     def _context_factory(self) -> Any:
         return BrowserLikePolicyForHTTPS(self._trust_root) if self._trust_root is not None else None
@@ -225,12 +247,13 @@ class TurnstileService(Service):
     def privilegedStartService(self) -> None:
         """Bind the listeners, while low ports may still be bound."""
         super().privilegedStartService()  # type: ignore[no-untyped-call]
+        self._announce()
         self._listen()
 
     def startService(self) -> None:
         """Look at the engines; nothing is granted until each was looked at once."""
         super().startService()  # type: ignore[no-untyped-call]
-        tlog.log_startup(_log, self.config, __version__)
+        self._announce()
         self._listen()
         self._undo_sighup = tlog.install_sighup(self._reactor, self.reload)
         self._resume = self.arbiter.hold()
@@ -238,6 +261,11 @@ class TurnstileService(Service):
             self._warmer.start()
         looks = DeferredList([engine.start() for engine in self.engines], consumeErrors=True)
         looks.addCallback(self._looked)
+
+    def _announce(self) -> None:
+        if not self._announced:
+            self._announced = True
+            tlog.log_startup(_log, self.config, __version__)
 
     def _looked(self, results: list[Any]) -> None:
         for success, result in results:
@@ -259,21 +287,26 @@ class TurnstileService(Service):
             text = listens[name]
             assert text is not None
             self.ports[name] = None
-            d = serverFromString(self._reactor, _with_backlog(text)).listen(site)
-            d.addCallbacks(self._bound, self._not_bound, (name, text), None, (name, text))
+            d = maybeDeferred(self._open, text, site)
+            d.addCallback(self._bound, name)
+            d.addErrback(self._not_bound, name, text)
 
-    def _bound(self, port: Any, name: str, text: str) -> None:
+    def _open(self, text: str, site: ProxySite) -> Any:
+        _remove_stale_socket(text)
+        return serverFromString(self._reactor, _with_backlog(text)).listen(site)
+
+    def _bound(self, port: Any, name: str) -> None:
         self.ports[name] = port
         _log.info("{listener} listens on {address}", listener=name, address=str(port.getHost()))
 
     def _not_bound(self, failure: Failure, name: str, text: str) -> None:
         error = failure.value
-        reason = failure.getErrorMessage()
-        if isinstance(error, CannotListenError):
-            cause = error.socketError
-            reason = getattr(cause, "strerror", None) or str(cause)
-            if getattr(cause, "errno", None) == errno.EADDRINUSE:
-                reason += _who_may_hold(name)
+        cause = error.socketError if isinstance(error, CannotListenError) else error
+        reason = getattr(cause, "strerror", None) or str(cause)
+        if text.startswith("systemd:") and not isinstance(cause, OSError):
+            reason = _NO_DESCRIPTOR
+        elif getattr(cause, "errno", None) == errno.EADDRINUSE and not text.startswith("unix:"):
+            reason += _who_may_hold(name)
         exitcode.fail_startup(self._reactor, f"cannot listen for {name} on {text}: {reason}")
 
     # -- running ----------------------------------------------------------------------------------------------
@@ -288,8 +321,6 @@ class TurnstileService(Service):
     def stopService(self) -> Any:
         """Stop accepting, answer what waits with 503, let streams finish for SHUTDOWN_TIMEOUT, cut the rest."""
         super().stopService()  # type: ignore[no-untyped-call]
-        if self._undo_sighup is not None:
-            self._undo_sighup()
         for port in self.ports.values():
             if port is not None:
                 yield port.stopListening()
@@ -308,9 +339,19 @@ class TurnstileService(Service):
         for client in self._clients:
             yield client.close()
         self.vigil.stop()
+        # Not before: without its handler the signal would end the process in the middle of all this.
+        if self._undo_sighup is not None:
+            self._undo_sighup()
 
-    def _cut(self) -> None:
-        _log.warn("answers in progress are cut: SHUTDOWN_TIMEOUT is over")
+    def hasten(self) -> None:
+        """Cut what a stop under way still waits for."""
+        self._cut("interrupted once more")
+
+    def _cut(self, why: str = "SHUTDOWN_TIMEOUT is over") -> None:
+        if self._is_cut:
+            return
+        self._is_cut = True
+        _log.warn("answers in progress are cut: {why}", why=why)
         for site in self.sites.values():
             site.abort()
 
@@ -322,24 +363,50 @@ def _nothing() -> None:
 def _trust_root(config: Config) -> Any:
     if config.upstream_ca is None:
         return None
+    certificates: list[Any] = []
     try:
         with open(config.upstream_ca, "rb") as file:
-            pem = file.read()
-        certificates = [
-            ssl.Certificate.loadPEM(block + _PEM_END)
-            for block in pem.split(_PEM_END)
-            if b"BEGIN" in block
-        ]
+            pem = file.read(_LARGEST_CA_FILE)
+        for block in _CERTIFICATE.findall(pem):
+            certificates.append(ssl.Certificate.loadPEM(block))
         if not certificates:
             raise ValueError("no certificate in it")
-    except Exception as error:
-        raise SystemExit(
-            f"turnstile: cannot use {config.upstream_ca} as UPSTREAM_CA: {error}"
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"UPSTREAM_CA {config.upstream_ca}: {reason}") from None
+    except Exception:  # OpenSSL's own, a list of tuples
+        raise ConfigError(
+            f"UPSTREAM_CA {config.upstream_ca}: certificate {len(certificates) + 1} can't be read"
         ) from None
     return ssl.trustRootFromCertificates(certificates)
 
 
-_PEM_END = b"-----END CERTIFICATE-----\n"
+_LARGEST_CA_FILE = 16 << 20
+_CERTIFICATE = re.compile(
+    rb"-----BEGIN (?:TRUSTED |X509 )?CERTIFICATE-----.+?-----END (?:TRUSTED |X509 )?CERTIFICATE-----",
+    re.DOTALL,
+)
+_NO_DESCRIPTOR = "systemd passed no such socket (name= also needs Twisted 22.10 or newer)"
+
+
+def _remove_stale_socket(text: str) -> None:
+    """Take a socket file away that nobody listens on: its process was killed, and binding would fail."""
+    kind, positional, named = split_endpoint(text)
+    path = positional[0] if positional else named.get("address", "")
+    try:
+        if kind != "unix" or not stat.S_ISSOCK(os.lstat(path).st_mode):
+            return
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.setblocking(False)
+            try:
+                probe.connect(path)
+            except ConnectionRefusedError:
+                os.unlink(path)
+                # Twisted's lock names a process; another one may have its number by now.
+                os.unlink(f"{path}.lock")
+    except OSError:
+        # Binding it tells the reason better.
+        return
 
 
 def _with_backlog(text: str) -> str:

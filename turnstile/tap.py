@@ -1,9 +1,10 @@
 """``twistd turnstile``: the options, made from the table in `turnstile.config`, and the wiring."""
 
+import contextlib
 import os
 import sys
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import IO, Any, NoReturn
 
 from twisted.application.service import MultiService
@@ -13,12 +14,12 @@ from twisted.python.components import Componentized
 
 from turnstile import __version__, exitcode
 from turnstile.config import DEFAULT_FILE, FILE_VARIABLE, SETTINGS, Config, ConfigError, load
-from turnstile.log import LogFile, Observer, Sink, StreamSink, SyslogSink, make_observer
+from turnstile.log import LogFile, Observer, Sink, StreamSink, SyslogSink, escape, make_observer
 
 
 def _fail(message: str) -> NoReturn:
     """Say it in one line and leave; twistd would add a page of help."""
-    print(f"turnstile: {' '.join(message.split())}", file=sys.stderr)
+    print(f"turnstile: {escape(' '.join(message.split()))}", file=sys.stderr)
     raise SystemExit(exitcode.EXIT_CONFIG)
 
 
@@ -110,23 +111,59 @@ def _columns(environ: Mapping[str, str]) -> int:
 
 
 class Root(MultiService):
-    """What twistd starts. Brings the log observer along, so that twistd makes none of its own."""
+    """What twistd starts. Brings the log observer along, so that twistd makes none of its own.
 
-    def __init__(self, observer: Observer | None, reactor: Any) -> None:
+    :param twistd: twistd's own options.
+    """
+
+    def __init__(
+        self, observer: Observer | None, reactor: Any, twistd: MutableMapping[str, Any]
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._observer = observer
         self._reactor = reactor
+        self._twistd = twistd
 
     def startService(self) -> None:
         """Called by twistd before the reactor runs."""
         exitcode.exit_0_on_sigterm(self._reactor)
+        exitcode.hasten_on_second_sigint(self._reactor, lambda: bool(self.running), self._hasten)
         super().startService()  # type: ignore[no-untyped-call]
+        if exitcode.get_failure():
+            self._tell_parent(exitcode.get_failure())
+
+    def _hasten(self) -> None:
+        for service in self:
+            getattr(service, "hasten", _nothing)()
+
+    def _tell_parent(self, reason: str) -> None:
+        """Let the process that became a daemon, and waits to hear of it, print ``reason`` and exit 1."""
+        pipe = self._twistd.get("statusPipe")
+        if pipe is None:
+            return
+        self._twistd["statusPipe"] = None  # else twistd tells it that all is well
+        with contextlib.suppress(OSError):
+            # It reads 100 bytes at most.
+            os.write(pipe, b"1 " + escape(reason).encode("ascii", "replace")[:98])
+            os.close(pipe)
 
     def setServiceParent(self, parent: Any) -> None:
         """Called by twistd with the application, before logging begins."""
         if self._observer is not None and isinstance(parent, Componentized):
             parent.setComponent(ILogObserver, self._observer)
         super().setServiceParent(parent)  # type: ignore[no-untyped-call]
+
+
+def _nothing() -> None:
+    """There is nothing to hasten."""
+
+
+def _check_pid_file(twistd: Mapping[str, Any]) -> None:
+    """Where twistd can't write its pid file, which it does by default, it answers with a page of traceback."""
+    path = twistd.get("pidfile")
+    if not path or os.access(os.path.dirname(os.path.abspath(path)), os.W_OK):
+        return
+    raise ConfigError(f"pid file {path}: can't be written (twistd --pidfile= does without)")
 
 
 def _log_sink(twistd: Mapping[str, Any]) -> tuple[IO[Any] | Sink, bool]:
@@ -149,8 +186,14 @@ def _log_sink(twistd: Mapping[str, Any]) -> tuple[IO[Any] | Sink, bool]:
 def makeService(options: Options, reactor: Any = None) -> MultiService:
     """The service that twistd runs, made from parsed ``options``."""
     config = options.config
-    twistd: Mapping[str, Any] = options.parent if options.parent is not None else {}
+    twistd: MutableMapping[str, Any] = options.parent if options.parent is not None else {}
+    from turnstile.service import TurnstileService
+
+    if reactor is None:
+        from twisted.internet import reactor
     try:
+        _check_pid_file(twistd)
+        service = TurnstileService(config, reactor=reactor)
         if config.log_file is not None:
             sink, isatty = StreamSink(sys.stderr), False
         else:
@@ -158,10 +201,6 @@ def makeService(options: Options, reactor: Any = None) -> MultiService:
         observer = make_observer(config, sink, isatty, options.environ)
     except ConfigError as error:
         _fail(str(error))
-    from turnstile.service import TurnstileService
-
-    if reactor is None:
-        from twisted.internet import reactor
-    root = Root(observer, reactor)
-    TurnstileService(config, reactor=reactor).setServiceParent(root)  # type: ignore[no-untyped-call]
+    root = Root(observer, reactor, twistd)
+    service.setServiceParent(root)  # type: ignore[no-untyped-call]
     return root

@@ -29,6 +29,9 @@ from twisted.web.http import PotentialDataLoss
 #: The most bytes of an answer that are read. A queue holds every job's whole graph, so this is generous.
 BODY_LIMIT = 64 * 1024 * 1024
 
+#: The header field of calls that carry a mark.
+MARK_FIELD = "X-Turnstile-Call"
+
 #: Seconds an idle connection is kept; below the 75 s after which aiohttp servers close theirs.
 IDLE_TIMEOUT = 15.0
 
@@ -117,6 +120,7 @@ class JsonClient:
     :param clock: the source of time limits.
     :param base_url: the engine's address, without a slash at its end.
     :param pool: the connection pool that :meth:`close` empties.
+    :param mark: sent with every call, so that one which comes back to its sender is known there.
     """
 
     def __init__(
@@ -127,7 +131,9 @@ class JsonClient:
         *,
         pool: HTTPConnectionPool | None = None,
         limit: int = BODY_LIMIT,
+        mark: str = "",
     ) -> None:
+        self._mark = {MARK_FIELD: mark} if mark else {}
         self._http = http
         self._clock = clock
         self.base_url = base_url.rstrip("/")
@@ -191,7 +197,9 @@ class JsonClient:
         return outer
 
     def _exchange(self, method: str, path: str, data: bytes | None) -> Deferred[bytes]:
-        headers = {"Content-Type": "application/json"} if data is not None else {}
+        headers = dict(self._mark)
+        if data is not None:
+            headers["Content-Type"] = "application/json"
         url = self.base_url + path
         d: Deferred[Any] = maybeDeferred(
             self._http.request,
@@ -245,6 +253,7 @@ def make_client(
     *,
     connect_timeout: float,
     context_factory: Any = None,
+    mark: str = "",
 ) -> JsonClient:
     """A client for one upstream, with a few connections of its own that are kept alive.
 
@@ -258,7 +267,7 @@ def make_client(
     pool.cachedConnectionTimeout = IDLE_TIMEOUT  # type: ignore[assignment]
     policy = BrowserLikePolicyForHTTPS() if context_factory is None else context_factory
     agent = Agent(reactor, policy, connectTimeout=connect_timeout, pool=pool)
-    return JsonClient(HTTPClient(agent), reactor, upstream.url, pool=pool)
+    return JsonClient(HTTPClient(agent), reactor, upstream.url, pool=pool, mark=mark)
 
 
 __all__ = [

@@ -212,6 +212,10 @@ class ProxyChannel(Protocol):
     def _start(self, head: RequestHead, rest: bytes) -> bool:
         """Begin to serve one request; true if the connection was given away."""
         site = self.site
+        for mark in site.marks:
+            if mark in head.raw:
+                self._refuse(site.looped(mark))
+                return True
         page = site.pages.get(head.path)
         if page is not None:
             self._serve_page(head, rest)

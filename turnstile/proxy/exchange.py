@@ -463,12 +463,16 @@ class Exchange:
 
     # -- ends -------------------------------------------------------------------------------------------------
 
-    def stop(self, *, now: bool) -> None:
-        """The service stops: 503 to whoever still waits; with ``now`` a visible cut for what is being answered."""
-        if now or not self._forwarded:
-            self._fail(
-                503, "turnstile is shutting down", retry_after=self._resource.policy.retry_after
-            )
+    def stop(self, *, now: bool) -> bool:
+        """The service stops: 503 to whoever still waits; with ``now`` a visible cut for what is being answered.
+
+        :return: whether the client was answered 503.
+        """
+        if not now and self._forwarded:
+            return False
+        told = self._channel is not None and self._response is None
+        self._fail(503, "turnstile is shutting down", retry_after=self._resource.policy.retry_after)
+        return told
 
     def _fail(self, status: int, message: str, retry_after: int | None = None) -> None:
         """Answer with an error of our own, or cut the answer that has begun."""

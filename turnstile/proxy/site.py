@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from twisted.internet.defer import Deferred, succeed
-from twisted.internet.interfaces import IAddress, IProtocolFactory
+from twisted.internet.interfaces import IAddress, IDelayedCall, IProtocolFactory
 from twisted.internet.protocol import Factory
 from twisted.python.failure import Failure
 from twisted.web.resource import IResource
@@ -21,12 +21,17 @@ from turnstile.proxy.websocket import UpgradeRequest, WebSocketRelay, start_rela
 
 _log = tlog.Logger()
 
+#: Seconds that clients have to take an answer that they get at the very end.
+LAST_WORDS = 0.5
+
 
 class ProxySite(Factory):
     """Serves one engine's clients.
 
     :param resource: the engine.
     :param pages: our own pages by their exact path; they take precedence over the engine's.
+    :param marks: what requests of our own carry; one that comes in here would go round for ever, and is refused.
+    :param on_loop: told of the mark of such a request.
     :param on_text: told of text messages that relayed WebSockets carry to clients.
     """
 
@@ -41,6 +46,8 @@ class ProxySite(Factory):
         vigil: Vigil,
         on_text: Any = None,
         on_relays: Any = None,
+        marks: tuple[bytes, ...] = (),
+        on_loop: Callable[[bytes], None] | None = None,
     ) -> None:
         self.resource = resource
         self.pages = pages
@@ -50,6 +57,9 @@ class ProxySite(Factory):
         self.relays: set[WebSocketRelay] = set()
         self._on_text = on_text
         self._on_relays = on_relays
+        self.marks = marks
+        self._on_loop = on_loop
+        self._last_words: IDelayedCall | None = None
         #: Set once the listener is being closed.
         self.stopping = False
         self._drained: Deferred[None] | None = None
@@ -57,6 +67,12 @@ class ProxySite(Factory):
 
     def buildProtocol(self, addr: IAddress | None) -> ProxyChannel:
         return ProxyChannel(self)
+
+    def looped(self, mark: bytes) -> BadMessage:
+        """A request of our own came in; returns how it is refused."""
+        if self._on_loop is not None:
+            self._on_loop(mark)
+        return BadMessage("the engine's address leads back to turnstile", 508)
 
     def refused(self, client: str, error: BadMessage) -> None:
         self.resource.refused(client, error)
@@ -145,6 +161,8 @@ class ProxySite(Factory):
         drained = self._drained
         if drained is not None and self._is_empty():
             self._drained = None
+            if self._last_words is not None and self._last_words.active():
+                self._last_words.cancel()
             drained.callback(None)
 
     def _is_empty(self) -> bool:
@@ -165,13 +183,14 @@ class ProxySite(Factory):
         return self._drained
 
     def abort(self) -> None:
-        """Cut everything that is left, visibly."""
+        """Cut everything that is left, visibly; what was not answered yet is, and has a moment for that."""
         for relay in tuple(self.relays):
             relay.abort()
         for channel in tuple(self.channels):
-            if channel.exchange is not None:
-                channel.exchange.stop(now=True)
-            if channel.transport is not None:
+            told = channel.exchange is not None and channel.exchange.stop(now=True)
+            if told and self._last_words is None:
+                self._last_words = self.clock.callLater(LAST_WORDS, self.abort)
+            if channel.transport is not None and not told:
                 channel.transport.abortConnection()
         for exchange in tuple(self.resource.carried):
             exchange.stop(now=True)
