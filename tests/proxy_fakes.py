@@ -121,6 +121,7 @@ class FakePolicy(Watched):
     engine = "fake"
     retry_after = 7
     keeps_client_host = False
+    stall_timeout: float | None = 600.0
 
     def __init__(self) -> None:
         super().__init__()

@@ -340,6 +340,51 @@ async def test_a_client_that_reads_nothing_loses_the_card_if_others_wait(contend
             assert up.lost is None and p.site.channels == {channel}
 
 
+@pytest.mark.parametrize("begun", [True, False])
+@pytest.mark.parametrize("contended", [True, False])
+@pytest_twisted.ensureDeferred
+async def test_an_engine_that_is_silent_loses_the_card_if_others_wait(
+    contended: bool, begun: bool
+) -> None:
+    async with proxying() as p:
+        p.policy.contended = contended
+        client = await p.client(GET)
+        (await p.upstream.request()).send(OK)
+        await client.until(b"ok")
+        client.take()
+        p.clock.advance(IDLE - 5)
+        client.send(GATED)
+        up = await p.upstream.request()
+        if begun:
+            up.send(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nabc")
+            await client.until(b"abc")
+        for _ in range(7):
+            p.clock.advance(IDLE)
+            await turn(2)
+        # A sign of life starts the time again.
+        if begun:
+            up.send(b"d")
+            await client.until(b"abcd")
+            for _ in range(7):
+                p.clock.advance(IDLE)
+                await turn(2)
+        assert client.lost is None and up.lost is None
+        for _ in range(3):
+            p.clock.advance(IDLE)
+            await turn(2)
+        if not contended:
+            assert client.lost is None and up.lost is None
+            return
+        await up.closed()
+        await p.policy.ended(Ending.UPSTREAM_LOST, True)
+        if begun:
+            await client.closed()
+            assert client.take().endswith(b"abcd")
+        else:
+            await client.until(b"}")
+            assert client.received.startswith(b"HTTP/1.1 504 ")
+
+
 @pytest_twisted.ensureDeferred
 async def test_what_follows_a_last_request_is_not_kept() -> None:
     async with proxying() as p:

@@ -486,6 +486,12 @@ class Config:
         "10m",
         "How long a chat request waits for the card before it is answered 503.",
     )
+    llm_stall_timeout: float = _setting(
+        "LLM_STALL_TIMEOUT",
+        _duration(),
+        "15m",
+        "How long Ollama may be silent in the middle of a chat request while others wait for the card.",
+    )
     llm_busy_mode: str = _setting(
         "LLM_BUSY_MODE",
         _choice("wait", "reject"),

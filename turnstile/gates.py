@@ -250,6 +250,7 @@ class OllamaPolicy:
         on_wait: Callable[[str], None] | None = None,
     ) -> None:
         self.retry_after = config.busy_retry_after
+        self.stall_timeout: float | None = config.llm_stall_timeout
         reject = config.llm_busy_status if config.llm_busy_mode == "reject" else None
         self._waiting = Waiting(
             timeout=config.llm_wait_timeout,
@@ -319,6 +320,8 @@ class ComfyPolicy:
 
     engine = "comfyui"
     keeps_client_host = True
+    #: JOB_TIMEOUT covers an unanswered prompt.
+    stall_timeout: float | None = None
 
     def __init__(
         self,

@@ -82,6 +82,7 @@ class ProxyChannel(Protocol):
         #: Whether the client reads slower than it is written to.
         self._choked = False
         self._choked_at = 0.0
+        self._silent_since = 0.0
         self._lingering = False
         self._serving = False
         self._timer: Any = None
@@ -120,26 +121,15 @@ class ProxyChannel(Protocol):
 
     def _check_idle(self) -> None:
         clock = self.site.clock
-        idle = clock.seconds() - self._active_at
+        now = clock.seconds()
+        idle = now - self._active_at
         exchange = self.exchange
         if exchange is not None:
-            self._timer = clock.callLater(IDLE_TIMEOUT, self._check_idle)
-            if (
-                self._framing is not None
-                and not self._pauses
-                and idle >= IDLE_TIMEOUT
-                and not exchange.keeps_body_back
-            ):
-                # Else a client that never ends its upload would keep the card.
-                exchange.bad_body(BadMessage("the request body stalled", 408))
-            elif self._choked and clock.seconds() - self._choked_at >= STALL_TIMEOUT:
-                if exchange.keeps_others_waiting:
-                    _log.warn(
-                        "a client that reads nothing of its answer is cut off: others wait for the card",
-                        client=self.client,
-                        target=tlog.redact_target(exchange.uri),
-                    )
-                    self.transport.abortConnection()
+            limit = exchange.stall_timeout
+            self._timer = clock.callLater(
+                min(IDLE_TIMEOUT, limit or IDLE_TIMEOUT), self._check_idle
+            )
+            self._check_stall(exchange, now)
         elif idle < IDLE_TIMEOUT:
             self._timer = clock.callLater(IDLE_TIMEOUT - idle, self._check_idle)
         else:
@@ -148,6 +138,39 @@ class ProxyChannel(Protocol):
                 self._refuse(BadMessage("the request head took too long", 408))
             else:
                 self.close()
+
+    def _check_stall(self, exchange: Exchange, now: float) -> None:
+        """Whether somebody, client or engine, holds up a request, and with it those that wait for the card."""
+        limit = exchange.stall_timeout
+        if (
+            self._framing is not None
+            and not self._pauses
+            and now - self._active_at >= IDLE_TIMEOUT
+            and not exchange.keeps_body_back
+        ):
+            # Else a client that never ends its upload would keep the card.
+            exchange.bad_body(BadMessage("the request body stalled", 408))
+        elif self._choked:
+            if now - self._choked_at >= STALL_TIMEOUT and exchange.keeps_others_waiting:
+                _log.warn(
+                    "a client that reads nothing of its answer is cut off: others wait for the card",
+                    client=self.client,
+                    target=tlog.redact_target(exchange.uri),
+                )
+                self.transport.abortConnection()
+        elif not exchange.silent():
+            self._silent_since = now
+        elif limit is not None and exchange.keeps_others_waiting:
+            # A connection's earlier requests have no part in it.
+            seconds = now - max(self._silent_since, self._active_at)
+            if seconds >= limit:
+                _log.warn(
+                    "the engine was silent for {seconds:.0f} s: a request is given up, others wait for the card",
+                    seconds=seconds,
+                    client=self.client,
+                    target=tlog.redact_target(exchange.uri),
+                )
+                exchange.give_up()
 
     def shut(self) -> None:
         """End the connection as soon as the request in progress, if any, is answered."""

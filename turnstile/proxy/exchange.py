@@ -58,6 +58,7 @@ class Exchange:
         "_framed",
         "_gate",
         "_head",
+        "_heard",
         "_held",
         "_keep_alive",
         "_peeking",
@@ -98,6 +99,8 @@ class Exchange:
         self._capture: list[bytes] | None = None
         self._capture_left = 0
         self._ended = False
+        #: Whether the upstream said anything since :meth:`silent` was asked last.
+        self._heard = False
         self._started = resource.clock.seconds()
 
     # What twisted.web's resources call a request's method and target.
@@ -128,6 +131,20 @@ class Exchange:
     def keeps_others_waiting(self) -> bool:
         """Whether this request has the card and others wait for it."""
         return self._held and self._gate is not None and self._gate.contended()
+
+    @property
+    def stall_timeout(self) -> float | None:
+        """Seconds for which the engine may be silent while others wait for the card."""
+        return self._resource.policy.stall_timeout
+
+    def silent(self) -> bool:
+        """Whether the engine has the request and said nothing since the last time this was asked."""
+        heard, self._heard = self._heard, False
+        return self._forwarded and self._complete and not heard
+
+    def give_up(self) -> None:
+        """End a request that the engine does not go on with."""
+        self._fail(504, "the engine was silent for too long while others waited for the GPU")
 
     # -- from the client --------------------------------------------------------------------------------------
 
@@ -351,6 +368,7 @@ class Exchange:
     # -- from the upstream ------------------------------------------------------------------------------------
 
     def response_head(self, head: ResponseHead) -> None:
+        self._heard = True
         channel = self._channel
         if head.status < 200:
             # 100 answers an expectation that was never sent on; others are for the client to use.
@@ -406,6 +424,7 @@ class Exchange:
         return _status_line(head) + _join(head.fields) + extra + b"\r\n"
 
     def response_data(self, raw: bytes, payload: list[bytes] | None) -> None:
+        self._heard = True
         capture = self._capture
         if capture is not None and payload is not None and self._capture_left >= 0:
             for piece in payload:

@@ -29,6 +29,8 @@ class Policy(Protocol):
     engine: str
     #: Seconds for the Retry-After of our own 503.
     retry_after: int
+    #: Seconds for which the engine may be silent while others wait for the card; ``None``: somebody else sees to it.
+    stall_timeout: float | None
     #: Send the client's Host upstream instead of the upstream's own (ENGINES.md: ComfyUI compares it with Origin).
     keeps_client_host: bool
 
