@@ -137,6 +137,9 @@ async def test_a_job_queued_directly_is_adopted_at_any_time() -> None:
         assert (await s.chat()).status == 200
         (record,) = s.host.ollama.requests_for("POST", "/api/chat")
         assert record.time > s.host.comfy.jobs[job_id].ended
+        # Every phase is told, with its id even once the queue does not know that any more.
+        for phase in ("running", "foreign after", "ComfyUI freed"):
+            assert len(s.said(f"image job {job_id}: {phase}")) == 1, phase
 
 
 @pytest_twisted.ensureDeferred

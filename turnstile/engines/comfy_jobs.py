@@ -143,6 +143,12 @@ class Progress:
     node: str | None
 
 
+def _keep_told(job: Job, _: object, ids: frozenset[str]) -> frozenset[str]:
+    if ids:
+        job.told_ids = ids
+    return ids
+
+
 @attrs.define(eq=False)
 class Job:
     """A job that holds the card, or the jobs of others together."""
@@ -152,7 +158,9 @@ class Job:
     foreign: bool = False
     #: Whether ComfyUI may hold models of other jobs, before this one was posted or while it was.
     was_resident: bool = True
-    ids: frozenset[str] = frozenset()
+    ids: frozenset[str] = attrs.field(default=frozenset(), on_setattr=_keep_told)
+    #: The ids to tell people: those of others' jobs are no longer known once these are over.
+    told_ids: frozenset[str] = frozenset()
     #: Ids that were in the queue before the job was posted, as far as known.
     before: frozenset[str] = frozenset()
     phase: Phase = Phase.POSTING
@@ -175,6 +183,14 @@ class Job:
     def prompt_id(self) -> str | None:
         """The id, where there is just one."""
         return next(iter(self.ids)) if len(self.ids) == 1 else None
+
+    @property
+    def label(self) -> str:
+        """What people know the job by."""
+        ids = sorted(self.ids or self.told_ids)
+        if not ids:
+            return "(without id)"
+        return ids[0] if len(ids) == 1 else f"{ids[0]} and {len(ids) - 1} more"
 
     def snapshot(self, now: float) -> dict[str, Any]:
         """For the state page."""

@@ -347,7 +347,7 @@ class Watch:
             if new:
                 job.ids = new
                 job.phase = Phase.QUEUED
-                self.log.info("image job {prompt_id}: queued after all", prompt_id=job.prompt_id)
+                self.log.info("image job {prompt_id}: queued after all", prompt_id=job.label)
             else:
                 job.checks -= 1
                 if job.checks <= 0:
@@ -367,7 +367,7 @@ class Watch:
         elif job.seen(place, now):
             self.log.info(
                 "image job {prompt_id}: {phase}",
-                prompt_id=job.prompt_id,
+                prompt_id=job.label,
                 phase=job.phase.value,
                 place=place,
             )
@@ -381,7 +381,7 @@ class Watch:
             self.log.warn(
                 "image job {prompt_id}: no sign that it advances for {seconds:.0f} s;"
                 " ComfyUI may be stuck (JOB_TIMEOUT ends the wait)",
-                prompt_id=job.prompt_id,
+                prompt_id=job.label,
                 seconds=quiet,
             )
 

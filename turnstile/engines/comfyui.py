@@ -310,7 +310,7 @@ class ComfyEngine:
         log = self.log.warn if job.outcome in (Outcome.LOST, Outcome.TIMEOUT) else self.log.info
         log(
             "image job {prompt_id}: {outcome} after {seconds:.1f} s",
-            prompt_id=job.prompt_id or "(without id)",
+            prompt_id=job.label,
             outcome=job.outcome.value,
             seconds=seconds,
         )
@@ -347,14 +347,14 @@ class ComfyEngine:
             return False
         if same and not self.free_between_jobs:
             self._left_loaded = True
-            self.log.info("image job {prompt_id}: handed over to the next", prompt_id=job.prompt_id)
+            self.log.info("image job {prompt_id}: handed over to the next", prompt_id=job.label)
             return True
         job.phase = Phase.FREEING
         began = self._clock.seconds()
         outcome: Eviction = yield self._card.evict(name)
         self.log.info(
             "image job {prompt_id}: ComfyUI freed ({outcome}) in {seconds:.2f} s",
-            prompt_id=job.prompt_id,
+            prompt_id=job.label,
             outcome=outcome.value,
             seconds=self._clock.seconds() - began,
         )
