@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-import argparse
-import random
 import signal
+
+if (
+    __name__ == "__main__"
+):  # what follows takes a moment, in which Ctrl-C should not show a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+import argparse
+import os
+import random
 import sys
 from typing import Any
 
-from twisted.internet.defer import Deferred, ensureDeferred
+from twisted.internet.defer import (
+    Deferred,
+    DeferredList,
+    FirstError,
+    ensureDeferred,
+)
 from twisted.logger import (
     FilteringLogObserver,
     LogLevel,
@@ -59,10 +71,12 @@ def main() -> None:
     from twisted.internet import reactor as installed
 
     reactor: Any = installed
-    tlog.set_level("warn")
+    # The picture tells of everything else.
+    tlog.set_level("error")
     observer = FilteringLogObserver(
-        textFileLogObserver(sys.stderr), [LogLevelFilterPredicate(LogLevel.warn)]
+        textFileLogObserver(sys.stderr), [LogLevelFilterPredicate(LogLevel.error)]
     )
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     globalLogBeginner.beginLoggingTo([observer], redirectStandardIO=False)
     codes: list[int] = []
     stop: Deferred[None] = Deferred()
@@ -79,6 +93,11 @@ def main() -> None:
         d.addBoth(lambda _: reactor.stop())
 
     def _crashed(failure: Any) -> None:
+        if failure.check(BrokenPipeError):
+            # Whoever looked on is gone (script/demo | head); nothing more can be said, not even at the exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            codes.append(128 + signal.SIGPIPE)
+            return
         failure.printTraceback(file=sys.stderr)
         codes.append(1)
 
@@ -111,27 +130,40 @@ async def _once(reactor: Any, options: argparse.Namespace, stop: Deferred[None])
     stop.addCallback(lambda _: story.cancel())
     try:
         await story
+    except BrokenPipeError:
+        raise
     except Exception as error:
-        print(f"\nWRONG: {error or type(error).__name__}", flush=True)
-        code = 1
+        if stop.called:  # where it was when it was cancelled decides what the error is
+            print("\nstopped before the end", flush=True)
+            code = 128 + signal.SIGINT
+        else:
+            print(f"\nWRONG: {error or type(error).__name__}", flush=True)
+            code = 1
     else:
         print("\nevery step came out right", flush=True)
         code = 0
-    await stage.stop()
+    finally:
+        await stage.stop()
     return code
 
 
 async def _live(reactor: Any, options: argparse.Namespace, stop: Deferred[None]) -> int:
     stage = await _start(reactor, options)
     traffic = Traffic(stage, random.Random())
-    show = Show(stage, traffic, sys.stdout, sys.stdout.isatty())
+    live = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+    show = Show(stage, traffic, sys.stdout, live, tlog.wants_colour(live, os.environ))
     if not options.quiet:
         traffic.start()
-    show.start()
-    await stop
-    show.stop()
-    traffic.stop()
-    await stage.stop()
+    try:
+        await DeferredList(
+            [show.start(), stop], fireOnOneCallback=True, fireOnOneErrback=True, consumeErrors=True
+        )
+    except FirstError as error:
+        error.subFailure.raiseException()
+    finally:
+        show.stop()
+        traffic.stop()
+        await stage.stop()
     print("\nstopped", flush=True)
     return 0
 

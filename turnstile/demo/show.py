@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import re
+import shutil
 from collections import deque
 from typing import IO, Any
 
@@ -16,6 +18,19 @@ from turnstile.sim.graphs import image_graph
 
 _COLOURS = {"ollama": "36", "comfyui": "35"}
 _BAR = 48
+_PIECES = re.compile(r"\x1b\[[0-9;]*m|.", re.DOTALL)
+
+
+def clip(line: str, columns: int) -> str:
+    """``line`` cut to so many columns; colours take none."""
+    kept, shown = [], 0
+    for piece in _PIECES.findall(line):
+        if len(piece) == 1:
+            shown += 1
+            if shown > columns:
+                continue
+        kept.append(piece)
+    return "".join(kept)
 
 
 class Traffic:
@@ -82,25 +97,36 @@ class Traffic:
 class Show:
     """Draws the state a few times a second (terminal) or prints a line where it changed (elsewhere)."""
 
-    def __init__(self, stage: Stage, traffic: Traffic, out: IO[str], live: bool) -> None:
+    def __init__(
+        self, stage: Stage, traffic: Traffic, out: IO[str], live: bool, colour: bool = False
+    ) -> None:
         self._stage = stage
         self._traffic = traffic
         self._out = out
         self._live = live
+        self._colour = colour
         self._drawn = 0
         self._last_line = ""
         self._loop = LoopingCall(self._tick)
 
-    def start(self) -> None:
-        self._loop.start(0.2 if self._live else 0.5).addErrback(lambda _: None)
+    def start(self) -> Deferred[Any]:
+        """Begin; the Deferred fails if there is nobody to show it to any more."""
+        return self._loop.start(0.2 if self._live else 0.5)
 
     def stop(self) -> None:
         if self._loop.running:
             self._loop.stop()
 
     def _tick(self) -> Deferred[None]:
-        d: Deferred[None] = ensureDeferred(self._draw())
-        return d.addErrback(lambda _: None)
+        return ensureDeferred(self._try_to_draw())
+
+    async def _try_to_draw(self) -> None:
+        try:
+            await self._draw()
+        except OSError:
+            raise
+        except Exception:
+            return  # a look that fails is made again
 
     async def _draw(self) -> None:
         state = await self._stage.state()
@@ -111,8 +137,11 @@ class Show:
                 self._out.write(" | ".join(line.strip() for line in lines[:4]) + "\n")
                 self._out.flush()
             return
+        # Lines that wrap, or that scroll away, could not be drawn over.
+        columns, rows = shutil.get_terminal_size()
+        lines = [clip(line, max(columns - 1, 1)) for line in lines[: max(rows - 1, 1)]]
         if self._drawn:
-            self._out.write(f"\x1b[{self._drawn}A")
+            self._out.write(f"\x1b[{min(self._drawn, rows - 1)}A\x1b[J")
         self._out.write("".join(f"\x1b[2K{line}\n" for line in lines))
         self._out.flush()
         self._drawn = len(lines)
@@ -147,7 +176,7 @@ class Show:
             cells = round(_BAR * used / card.total_bytes)
             used_cells += cells
             block = "█" * cells
-            bar += f"\x1b[{_COLOURS[owner]}m{block}\x1b[0m" if self._live else block
+            bar += f"\x1b[{_COLOURS[owner]}m{block}\x1b[0m" if self._colour else block
         names = ", ".join(
             f"{owner} {used / GIB:.1f}" for owner, used in sorted(card.residents.items())
         )

@@ -158,6 +158,6 @@ class Stage:
         await opened
 
         def close() -> None:
-            protocol.dropConnection(abort=False)
+            protocol.sendClose(1000)
 
         return close

@@ -28,6 +28,7 @@ class Story:
         self._print = say
         self._began = stage.reactor.seconds()
         self._moments: list[str] = []
+        self._underway: list[Deferred[Any]] = []
 
     def _say(self, text: str) -> None:
         elapsed = self._stage.reactor.seconds() - self._began
@@ -51,6 +52,14 @@ class Story:
 
     async def run(self) -> None:
         """Tell the story; raises :class:`Wrong` where it goes another way."""
+        try:
+            await self._tell()
+        finally:
+            for d in self._underway:
+                d.addErrback(lambda _: None)
+                d.cancel()
+
+    async def _tell(self) -> None:
         stage, host = self._stage, self._stage.host
         self._say("the card is empty; turnstile stands in front of Ollama and ComfyUI")
         first = self._chat("first", 40)
@@ -72,6 +81,7 @@ class Story:
         close = await stage.events("demo", event)
         posted = ensureDeferred(stage.post_prompt(image_graph(steps=8), "demo"))
         posted.addCallback(self._told, "image: accepted by ComfyUI")
+        self._underway.append(posted)
         await self._state("image_pending", lambda state: bool(state["waiting"]["image"]))
         self._check(not first.called, "the first chat ended before the image job was there")
         self._say("image job: queued behind the chat")
@@ -129,6 +139,7 @@ class Story:
             self._moment(f"{name} chat: first word")
 
         d: Deferred[str] = ensureDeferred(self._stage.chat(f"the {name} question", tokens, word))
+        self._underway.append(d)
         return d.addCallback(self._told, f"{name} chat: complete")
 
     def _told(self, value: Any, name: str) -> Any:
