@@ -171,6 +171,17 @@ class QuietProxyFactory(ProxyFactory):
     noisy = False
 
 
+@pytest_twisted.ensureDeferred
+async def test_a_stop_while_comfyui_frees_is_no_doubt_about_the_card() -> None:
+    async with running() as s:
+        s.host.comfy.faults.hang("POST /free")
+        await s.queue()
+        await until(lambda: s.host.comfy.requests_for("POST", "/free"))
+        await s.service.stopService()
+        assert not s.card.history
+        assert not s.said("degraded") and not s.said("evicting")
+
+
 @pytest.mark.parametrize("name", ["localhost", "127.0.0.1"])
 @pytest_twisted.ensureDeferred
 async def test_https_upstreams_with_a_private_ca(tmp_path: Path, name: str) -> None:

@@ -96,6 +96,8 @@ class Card:
         self._switch: DeferredLock = DeferredLock()
         #: The engine that is being evicted now.
         self._evicting: str | None = None
+        #: Whether all of it is being stopped.
+        self._stopped = False
         #: Who waits for a switch to a tenant.
         self._joined: dict[str, list[Deferred[None]]] = {}
         #: Who waits for one engine's eviction that was asked for by name.
@@ -252,6 +254,10 @@ class Card:
         failed_at = self._records[name].failed_at
         return failed_at is None or self._clock.seconds() - failed_at >= self._retry_after
 
+    def stop(self) -> None:
+        """The engines are about to be stopped: evictions that this ends say nothing about the card."""
+        self._stopped = True
+
     def _go_on_without(self, tenant: Tenant) -> None:
         for name in self._others(tenant):
             if not self._due(name):
@@ -306,6 +312,8 @@ class Card:
 
         def done(outcome: Eviction) -> Eviction:
             self._evicting = None
+            if self._stopped and outcome is not Eviction.CONFIRMED:
+                return outcome
             if outcome is Eviction.TIMED_OUT:
                 record.failed_at = self._clock.seconds()
                 self.degrade(name, DID_NOT_LEAVE)

@@ -332,6 +332,7 @@ class TurnstileService(Service):
         yield drains
         if timer.active():
             timer.cancel()
+        self.card.stop()
         for engine in self.engines:
             engine.stop()
         for pool in self._pools:
