@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from typing import Protocol
 
 import attrs
 from twisted.internet.defer import Deferred
@@ -25,24 +24,24 @@ from turnstile.proxy.http1 import Headers, RequestHead
 _log = Logger()
 
 
-class ClosingHint(Protocol):
-    """Told that an LLM request began to wait."""
-
-    def __call__(self, client: str) -> None: ...
-
-
 @attrs.frozen(kw_only=True)
-class Waiting:
-    """What happens to requests that cannot have the card at once.
+class Claim:
+    """What all gates of one listener have in common.
 
     :ivar timeout: seconds in the line, over all attempts, until 503; ``None``: no limit.
     :ivar reject_status: answer at once with this status instead of waiting; ``None``: wait.
     :ivar retry_after: seconds for Retry-After.
+    :ivar on_wait: told the address of a client whose request begins to wait.
     """
 
-    timeout: float | None
-    reject_status: int | None
+    arbiter: Arbiter
+    card: Card
+    tenant: Tenant
+    clock: IReactorTime
     retry_after: int
+    timeout: float | None = None
+    reject_status: int | None = None
+    on_wait: Callable[[str], None] | None = None
 
 
 class LeaseGate:
@@ -51,48 +50,33 @@ class LeaseGate:
     capture = 0
     detached = False
 
-    def __init__(
-        self,
-        arbiter: Arbiter,
-        card: Card,
-        tenant: Tenant,
-        waiting: Waiting,
-        clock: IReactorTime,
-        label: str,
-        client: str,
-        on_wait: Callable[[str], None] | None = None,
-    ) -> None:
-        self._arbiter = arbiter
-        self._card = card
-        self._tenant = tenant
-        self._waiting = waiting
-        self._clock = clock
-        self._label = label
+    def __init__(self, claim: Claim, head: RequestHead, client: str) -> None:
+        self._claim = claim
+        self._label = f"{head.method.decode('latin-1')} {redact_target(head.target)}"
         self._client = client
-        self._on_wait = on_wait
         self._waited = 0.0
         self.lease: Lease | None = None
         self.forwarded = False
 
     def enter(self) -> Deferred[None] | None:
-        waiting = self._waiting
+        claim = self._claim
         try:
-            self.lease = self._arbiter.try_acquire(self._tenant, self._label, self._client)
+            self.lease = claim.arbiter.try_acquire(claim.tenant, self._label, self._client)
         except ArbiterClosed:
-            raise Busy("turnstile is shutting down", 503, waiting.retry_after) from None
+            raise Busy("turnstile is shutting down", 503, claim.retry_after) from None
         if self.lease is not None:
             return None
-        if waiting.reject_status is not None:
+        if claim.reject_status is not None:
             raise Busy(
-                f"the GPU is busy ({self._occupant()})", waiting.reject_status, waiting.retry_after
+                f"the GPU is busy ({self._occupant()})", claim.reject_status, claim.retry_after
             )
-        timeout = None if waiting.timeout is None else max(0.0, waiting.timeout - self._waited)
-        if self._on_wait is not None:
-            self._on_wait(self._client)
-        began = self._clock.seconds()
+        timeout = None if claim.timeout is None else max(0.0, claim.timeout - self._waited)
+        if claim.on_wait is not None:
+            claim.on_wait(self._client)
+        began = claim.clock.seconds()
 
         def granted(lease: Lease) -> None:
-            self._waited += self._clock.seconds() - began
+            self._waited += claim.clock.seconds() - began
             self.lease = lease
 
         def refused(failure: Failure) -> Failure:
@@ -102,13 +86,13 @@ class LeaseGate:
                 message = "turnstile is shutting down"
             else:
                 return failure
-            return Failure(Busy(message, 503, waiting.retry_after))
+            return Failure(Busy(message, 503, claim.retry_after))
 
-        d = self._arbiter.acquire(self._tenant, self._label, self._client, timeout)
+        d = claim.arbiter.acquire(claim.tenant, self._label, self._client, timeout)
         return d.addCallbacks(granted, refused)
 
     def _occupant(self) -> str:
-        arbiter = self._arbiter
+        arbiter = self._claim.arbiter
         if arbiter.tenant is None:
             return "starting up" if arbiter.held else "others wait"
         return f"{arbiter.tenant.name} has it"
@@ -119,14 +103,14 @@ class LeaseGate:
             lease.release()
 
     def contended(self) -> bool:
-        return self._arbiter.contended
+        return self._claim.arbiter.contended
 
     def room(self) -> Deferred[None] | None:
-        return self._card.make_room(self._tenant)
+        return self._claim.card.make_room(self._claim.tenant)
 
     def forwarding(self) -> None:
         self.forwarded = True
-        self._card.mark_resident(self._tenant.name)
+        self._claim.card.mark_resident(self._claim.tenant.name)
 
     def answered(self, status: int, fields: Headers) -> None:
         """Nothing to learn from it."""
@@ -141,8 +125,8 @@ class LeaseGate:
 class LlmGate(LeaseGate):
     """A chat request: its lease ends with its answer."""
 
-    def __init__(self, engine: OllamaEngine, *args: object, **kwargs: object) -> None:
-        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+    def __init__(self, engine: OllamaEngine, claim: Claim, head: RequestHead, client: str) -> None:
+        super().__init__(claim, head, client)
         self._engine = engine
 
     def end(self, ending: Ending, *, body_sent: bool) -> None:
@@ -159,10 +143,11 @@ class NestedGate(LlmGate):
         comfy: ComfyEngine | None,
         on_nested: Callable[[], None],
         engine: OllamaEngine,
-        *args: object,
-        **kwargs: object,
+        claim: Claim,
+        head: RequestHead,
+        client: str,
     ) -> None:
-        super().__init__(engine, *args, **kwargs)
+        super().__init__(engine, claim, head, client)
         self._comfy = comfy
         self._on_nested = on_nested
         self._leave_job: Callable[[], None] | None = None
@@ -191,9 +176,15 @@ class ImageGate(LeaseGate):
     detached = True
 
     def __init__(
-        self, engine: ComfyEngine, capture: int, guard: Callable[[], None], *args: object
+        self,
+        engine: ComfyEngine,
+        capture: int,
+        guard: Callable[[], None],
+        claim: Claim,
+        head: RequestHead,
+        client: str,
     ) -> None:
-        super().__init__(*args)  # type: ignore[arg-type]
+        super().__init__(claim, head, client)
         self._engine = engine
         self.capture = capture
         self._guard = guard
@@ -230,10 +221,6 @@ class ImageGate(LeaseGate):
             self._engine.post_failed(lease, body_sent)
 
 
-def _label(head: RequestHead) -> str:
-    return f"{head.method.decode('latin-1')} {redact_target(head.target)}"
-
-
 class OllamaPolicy:
     """Chat requests share the card."""
 
@@ -251,17 +238,17 @@ class OllamaPolicy:
     ) -> None:
         self.retry_after = config.busy_retry_after
         self.stall_timeout: float | None = config.llm_stall_timeout
-        reject = config.llm_busy_status if config.llm_busy_mode == "reject" else None
-        self._waiting = Waiting(
-            timeout=config.llm_wait_timeout,
-            reject_status=reject,
-            retry_after=config.busy_retry_after,
-        )
-        self._arbiter = arbiter
-        self._card = card
         self._engine = engine
-        self._clock = clock
-        self._on_wait = on_wait
+        self._claim = Claim(
+            arbiter=arbiter,
+            card=card,
+            tenant=engine.tenant,
+            clock=clock,
+            retry_after=config.busy_retry_after,
+            timeout=config.llm_wait_timeout,
+            reject_status=config.llm_busy_status if config.llm_busy_mode == "reject" else None,
+            on_wait=on_wait,
+        )
 
     def admission(self, method: bytes, target: bytes) -> Admission:
         return ollama.classify(method, target)
@@ -270,17 +257,7 @@ class OllamaPolicy:
         return ollama.is_unload_only(target, body)
 
     def open_gate(self, head: RequestHead, client: str) -> Gate:
-        return LlmGate(
-            self._engine,
-            self._arbiter,
-            self._card,
-            self._engine.tenant,
-            self._waiting,
-            self._clock,
-            _label(head),
-            client,
-            self._on_wait,
-        )
+        return LlmGate(self._engine, self._claim, head, client)
 
 
 class NestedOllamaPolicy(OllamaPolicy):
@@ -301,18 +278,7 @@ class NestedOllamaPolicy(OllamaPolicy):
         self._on_nested = on_nested
 
     def open_gate(self, head: RequestHead, client: str) -> Gate:
-        return NestedGate(
-            self._comfy,
-            self._on_nested,
-            self._engine,
-            self._arbiter,
-            self._card,
-            self._engine.tenant,
-            self._waiting,
-            self._clock,
-            _label(head),
-            client,
-        )
+        return NestedGate(self._comfy, self._on_nested, self._engine, self._claim, head, client)
 
 
 class ComfyPolicy:
@@ -333,15 +299,16 @@ class ComfyPolicy:
         guard: Callable[[], None],
     ) -> None:
         self.retry_after = config.busy_retry_after
-        self._waiting = Waiting(
-            timeout=None, reject_status=None, retry_after=config.busy_retry_after
-        )
-        self._capture = config.prompt_capture_limit
-        self._arbiter = arbiter
-        self._card = card
         self._engine = engine
-        self._clock = clock
+        self._capture = config.prompt_capture_limit
         self._guard = guard
+        self._claim = Claim(
+            arbiter=arbiter,
+            card=card,
+            tenant=engine.tenant,
+            clock=clock,
+            retry_after=config.busy_retry_after,
+        )
 
     def admission(self, method: bytes, target: bytes) -> Admission:
         return comfyui.classify(method, target)
@@ -350,18 +317,7 @@ class ComfyPolicy:
         return False
 
     def open_gate(self, head: RequestHead, client: str) -> Gate:
-        return ImageGate(
-            self._engine,
-            self._capture,
-            self._guard,
-            self._arbiter,
-            self._card,
-            self._engine.tenant,
-            self._waiting,
-            self._clock,
-            _label(head),
-            client,
-        )
+        return ImageGate(self._engine, self._capture, self._guard, self._claim, head, client)
 
 
 class NestedHint:
