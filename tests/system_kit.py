@@ -67,7 +67,15 @@ def in_thread(work: Callable[..., Any], *args: Any, **kwargs: Any) -> Deferred[A
 
 def in_loop(work: Callable[[], Awaitable[Any]]) -> Deferred[Any]:
     """Run a coroutine of asyncio in a thread with a loop of its own."""
-    return in_thread(lambda: asyncio.run(asyncio.wait_for(work(), 20.0)))
+
+    async def whole() -> Any:
+        result = await asyncio.wait_for(work(), 20.0)
+        for _ in range(5):
+            # asyncio closes the sockets of closed connections in turns of its loop.
+            await asyncio.sleep(0)
+        return result
+
+    return in_thread(lambda: asyncio.run(whole()))
 
 
 @attrs.frozen
