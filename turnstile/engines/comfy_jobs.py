@@ -174,7 +174,6 @@ class Job:
     absent: int = 0
     #: Whether ComfyUI was away since the job was last seen.
     broken: bool = False
-    refused_since: float | None = None
     #: Looks that still have to find nothing before a job is given up that may not have been queued.
     checks: int = 0
     stall_told: bool = False

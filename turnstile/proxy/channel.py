@@ -18,7 +18,7 @@ from zope.interface import implementer
 
 from turnstile import log as tlog
 from turnstile.proxy.errors import error_response
-from turnstile.proxy.exchange import Exchange
+from turnstile.proxy.exchange import Exchange, Pause
 from turnstile.proxy.http1 import (
     BadMessage,
     Framing,
@@ -54,15 +54,6 @@ MAX_PIPELINED = 64 * 1024
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
-class Pause:
-    """Reasons not to read from the client."""
-
-    AHEAD = 1
-    UPSTREAM = 2
-    PIPELINE = 4
-    SLOW = 8
-
-
 @implementer(IPushProducer)
 class ProxyChannel(Protocol):
     """One client connection."""
@@ -83,7 +74,6 @@ class ProxyChannel(Protocol):
         self._choked = False
         self._choked_at = 0.0
         self._silent_since = 0.0
-        self._lingering = False
         self._serving = False
         self._timer: Any = None
         self._active_at = 0.0
@@ -348,7 +338,6 @@ class ProxyChannel(Protocol):
             self.close()
             return
         self.closing = True
-        self._lingering = True
         self._buffer = b""
         self._framing = None
         self._pauses = 0

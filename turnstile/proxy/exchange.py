@@ -35,8 +35,16 @@ PEEK_TIMEOUT = 1.0
 
 # Room for the framing of a body in a few chunks.
 _MAX_PEEK_WIRE = MAX_PEEK + 256
-_AHEAD, _UPSTREAM = 1, 2
 _UNBUFFERED_TYPES = (b"text/event-stream", b"application/x-ndjson")
+
+
+class Pause:
+    """Reasons for a channel not to read from its client."""
+
+    AHEAD = 1
+    UPSTREAM = 2
+    PIPELINE = 4
+    SLOW = 8
 
 
 class Exchange:
@@ -157,7 +165,7 @@ class Exchange:
         self._ahead.append(data)
         self._ahead_size += len(data)
         if self._ahead_size >= MAX_AHEAD and self._channel is not None:
-            self._channel.pause(_AHEAD)
+            self._channel.pause(Pause.AHEAD)
         if self._peeking and self._ahead_size > _MAX_PEEK_WIRE:
             self._decide_peek(give_up=True)
 
@@ -346,7 +354,7 @@ class Exchange:
             conn.transport.write(head + b"".join(self._ahead))
             self._ahead = []
             if self._ahead_size >= MAX_AHEAD and self._channel is not None:
-                self._channel.unpause(_AHEAD)
+                self._channel.unpause(Pause.AHEAD)
         else:
             conn.transport.write(head)
 
@@ -359,11 +367,11 @@ class Exchange:
 
     def upstream_paused(self) -> None:
         if self._channel is not None:
-            self._channel.pause(_UPSTREAM)
+            self._channel.pause(Pause.UPSTREAM)
 
     def upstream_resumed(self) -> None:
         if self._channel is not None:
-            self._channel.unpause(_UPSTREAM)
+            self._channel.unpause(Pause.UPSTREAM)
 
     # -- from the upstream ------------------------------------------------------------------------------------
 
