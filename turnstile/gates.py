@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from typing import Any
 
 import attrs
 from twisted.internet.defer import Deferred
@@ -49,6 +50,7 @@ class LeaseGate:
 
     capture = 0
     detached = False
+    prepares = False
 
     def __init__(self, claim: Claim, head: RequestHead, client: str) -> None:
         self._claim = claim
@@ -96,6 +98,9 @@ class LeaseGate:
         if arbiter.tenant is None:
             return "starting up" if arbiter.held else "others wait"
         return f"{arbiter.tenant.name} has it"
+
+    def prepare(self) -> Deferred[None] | None:
+        return None
 
     def leave(self) -> None:
         lease, self.lease = self.lease, None
@@ -221,7 +226,17 @@ class ImageGate(LeaseGate):
             self._engine.post_failed(lease, body_sent)
 
 
-class OllamaPolicy:
+class EnginePolicy:
+    """What policies have in common."""
+
+    def is_unload_only(self, target: bytes, body: bytes) -> bool:
+        return False
+
+    def absent(self) -> tuple[str, dict[str, Any]]:
+        raise NotImplementedError("this engine's table answers no ABSENT")
+
+
+class OllamaPolicy(EnginePolicy):
     """Chat requests share the card."""
 
     engine = "ollama"
@@ -281,7 +296,7 @@ class NestedOllamaPolicy(OllamaPolicy):
         return NestedGate(self._comfy, self._on_nested, self._engine, self._claim, head, client)
 
 
-class ComfyPolicy:
+class ComfyPolicy(EnginePolicy):
     """An image job has the card alone."""
 
     engine = "comfyui"
@@ -312,9 +327,6 @@ class ComfyPolicy:
 
     def admission(self, method: bytes, target: bytes) -> Admission:
         return comfyui.classify(method, target)
-
-    def is_unload_only(self, target: bytes, body: bytes) -> bool:
-        return False
 
     def open_gate(self, head: RequestHead, client: str) -> Gate:
         return ImageGate(self._engine, self._capture, self._guard, self._claim, head, client)

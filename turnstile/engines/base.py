@@ -20,6 +20,8 @@ class Admission(enum.Enum):
     LEASE = "lease"
     #: It needs a lease unless its (small) body shows that it only unloads a model.
     PEEK = "peek"
+    #: The engine does not run, and the request must not start it.
+    ABSENT = "absent"
 
 
 class Engine(Protocol):
