@@ -8,7 +8,7 @@ is ever sent a second time.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from hyperlink import EncodedURL
@@ -121,6 +121,7 @@ class JsonClient:
     :param base_url: the engine's address, without a slash at its end.
     :param pool: the connection pool that :meth:`close` empties.
     :param mark: sent with every call, so that one which comes back to its sender is known there.
+    :param headers: sent with every call too (an API key).
     """
 
     def __init__(
@@ -132,8 +133,9 @@ class JsonClient:
         pool: HTTPConnectionPool | None = None,
         limit: int = BODY_LIMIT,
         mark: str = "",
+        headers: Mapping[str, str] | None = None,
     ) -> None:
-        self._mark = {MARK_FIELD: mark} if mark else {}
+        self._headers = {**(headers or {}), **({MARK_FIELD: mark} if mark else {})}
         self._http = http
         self._clock = clock
         self.base_url = base_url.rstrip("/")
@@ -152,6 +154,17 @@ class JsonClient:
         """The body of the 2xx answer to a POST."""
         return self._call("POST", path, json.dumps(payload).encode(), timeout, bytes)
 
+    def delete(self, path: str, timeout: float) -> Deferred[bytes]:
+        """The body of the 2xx answer to a DELETE."""
+        return self._call("DELETE", path, None, timeout, bytes)
+
+    def open(self, path: str, timeout: float) -> Deferred[Any]:
+        """The 2xx answer to a GET, once its head is there; who asked takes the body, which may never end.
+
+        :param timeout: seconds until the head must have come.
+        """
+        return self._bounded(lambda: self._request("GET", path, None, self._check), timeout)
+
     def close(self) -> Deferred[None]:
         """Close the idle connections."""
         if self._pool is None:
@@ -167,6 +180,12 @@ class JsonClient:
         timeout: float,
         convert: Callable[[bytes], Any],
     ) -> Deferred[Any]:
+        def begin() -> Deferred[Any]:
+            return self._request(method, path, data, self._read).addCallback(convert)
+
+        return self._bounded(begin, timeout)
+
+    def _bounded(self, begin: Callable[[], Deferred[Any]], timeout: float) -> Deferred[Any]:
         # The caller's Deferred is apart from the work: a cancelled or expired call must end at once and with its own
         # error, whatever the layers below make of being cancelled.
         open_ = True
@@ -192,12 +211,14 @@ class JsonClient:
 
         outer: Deferred[Any] = Deferred(give_up)
         expiry = self._clock.callLater(max(timeout, 0.0), expire)
-        work = maybeDeferred(self._exchange, method, path, data)
-        work.addCallback(convert).addErrback(_translate).addBoth(finish)
+        work = maybeDeferred(begin)
+        work.addErrback(_translate).addBoth(finish)
         return outer
 
-    def _exchange(self, method: str, path: str, data: bytes | None) -> Deferred[bytes]:
-        headers = dict(self._mark)
+    def _request(
+        self, method: str, path: str, data: bytes | None, take: Callable[[Any], Any]
+    ) -> Deferred[Any]:
+        headers = dict(self._headers)
         if data is not None:
             headers["Content-Type"] = "application/json"
         url = self.base_url + path
@@ -210,7 +231,10 @@ class JsonClient:
             allow_redirects=False,
             unbuffered=True,
         )
-        return d.addCallback(self._read)
+        return d.addCallback(take)
+
+    def _check(self, response: Any) -> Any:
+        return response if 200 <= response.code < 300 else self._read(response)
 
     def _read(self, response: Any) -> Deferred[bytes]:
         collector = _Collector(self._limit)
@@ -254,10 +278,13 @@ def make_client(
     connect_timeout: float,
     context_factory: Any = None,
     mark: str = "",
+    headers: Mapping[str, str] | None = None,
 ) -> JsonClient:
     """A client for one upstream, with a few connections of its own that are kept alive.
 
     :param context_factory: an ``IPolicyForHTTPS``; by default the platform's certificate authorities.
+    :param mark: see :class:`JsonClient`.
+    :param headers: see :class:`JsonClient`.
     """
     from treq.client import HTTPClient
 
@@ -267,7 +294,9 @@ def make_client(
     pool.cachedConnectionTimeout = IDLE_TIMEOUT  # type: ignore[assignment]
     policy = BrowserLikePolicyForHTTPS() if context_factory is None else context_factory
     agent = Agent(reactor, policy, connectTimeout=connect_timeout, pool=pool)
-    return JsonClient(HTTPClient(agent), reactor, upstream.url, pool=pool, mark=mark)
+    return JsonClient(
+        HTTPClient(agent), reactor, upstream.url, pool=pool, mark=mark, headers=headers
+    )
 
 
 __all__ = [
