@@ -336,11 +336,8 @@ def test_a_command_line_that_names_no_address_gets_one(program, args, url, added
     words = args.split()
     found = sdargs.with_address(program, words, Upstream.parse(url))
     assert found == (*words, *added.split())
-    assert (
-        sdargs.warnings(program, found, Upstream.parse(url)) == []
-        or not sdargs.knows(program)
-        or ("--listen-port 6" in args)
-    )
+    if added:
+        assert sdargs.warnings(program, found, Upstream.parse(url)) == []
 
 
 @pytest.mark.parametrize(
