@@ -3,6 +3,7 @@
 from .card import GIB, MIB, Card, Interval, OutOfVram
 from .comfyui import ComfySim
 from .host import GpuHost
+from .llama import LlamaSim
 from .ollama import ModelSpec, OllamaSim
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "ComfySim",
     "GpuHost",
     "Interval",
+    "LlamaSim",
     "ModelSpec",
     "OllamaSim",
     "OutOfVram",
