@@ -140,7 +140,7 @@ def _parse_secret(text: str) -> str:
     return text
 
 
-def _parse_command(text: str) -> tuple[str, ...]:
+def _parse_words(text: str) -> tuple[str, ...]:
     try:
         return tuple(shlex.split(_parse_text(text)))
     except ValueError as error:
@@ -169,7 +169,8 @@ _BOOLEAN = Kind(_parse_boolean, lambda value: "true" if value else "false", "tru
 _TEXT = Kind(_parse_text)
 _PATH = Kind(_parse_text, str, "FILE")
 _SECRET = Kind(_parse_secret, str, "SECRET")
-_COMMAND = Kind(_parse_command, shlex.join, "COMMAND")
+_WORDS = Kind(_parse_words, shlex.join, "ARGUMENTS")
+_SHELL = Kind(_parse_text, str, "COMMAND")
 _URL = Kind(Upstream.parse, str, "URL")
 
 
@@ -248,7 +249,7 @@ class Config:
     )
     sd_args: tuple[str, ...] | None = _setting(
         "SD_ARGS",
-        _COMMAND,
+        _WORDS,
         "",
         "The arguments that sd-server (stable-diffusion.cpp) is started with, quoted as in a"
         " shell; empty: no sd-server.",
@@ -401,18 +402,18 @@ class Config:
         "The key that llama-server was given with --api-key, for turnstile's own calls to it.",
         secret=True,
     )
-    llama_stop_command: tuple[str, ...] | None = _setting(
+    llama_stop_command: str | None = _setting(
         "LLAMA_STOP_COMMAND",
-        _COMMAND,
+        _SHELL,
         "",
-        "Command that stops a llama-server which cannot unload its model; empty: none.",
+        "Shell command that stops a llama-server which cannot unload its model; empty: none.",
         env_aliases=("LLAMA_EVICT_COMMAND",),
     )
-    llama_start_command: tuple[str, ...] | None = _setting(
+    llama_start_command: str | None = _setting(
         "LLAMA_START_COMMAND",
-        _COMMAND,
+        _SHELL,
         "",
-        "Command that starts it again.",
+        "Shell command that starts it again.",
     )
     sd_idle: float = _setting(
         "SD_IDLE",
@@ -442,11 +443,11 @@ class Config:
         "auto",
         "How the card's memory is looked at: the first of these that works, or the one named.",
     )
-    vram_probe_command: tuple[str, ...] | None = _setting(
+    vram_probe_command: str | None = _setting(
         "VRAM_PROBE_COMMAND",
-        _COMMAND,
+        _SHELL,
         "",
-        "Command that prints the card's used and total bytes; tried first if it is set.",
+        "Shell command that prints the card's used and total bytes; tried first if it is set.",
     )
     gpu: str | None = _setting(
         "GPU",
