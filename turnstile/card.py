@@ -31,6 +31,7 @@ UNREACHABLE = "unreachable while making room"
 DID_NOT_LEAVE = "did not leave the card in time"
 NOT_TRIED = "eviction failed before, not tried again yet"
 CAME_BACK = "came back while room was made"
+LOADED_ELSEWHERE = "a model was loaded past turnstile while another engine had the card"
 
 _T = TypeVar("_T")
 
@@ -265,7 +266,7 @@ class Card:
 
     def _alone(self, name: str) -> None:
         """The only resident engine got the card: that it did not leave before does no harm any more."""
-        for reason in (DID_NOT_LEAVE, NOT_TRIED, CAME_BACK):
+        for reason in (DID_NOT_LEAVE, NOT_TRIED, CAME_BACK, LOADED_ELSEWHERE):
             self.restore(name, reason)
 
     def _evict_others(self, tenant: Tenant, waiters: list[Deferred[None]]) -> Deferred[Any]:
