@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from typing import Any
 
-from twisted.internet.defer import Deferred, inlineCallbacks
+from twisted.internet.defer import Deferred, inlineCallbacks, succeed
 from twisted.internet.interfaces import IReactorTime
 from twisted.internet.task import deferLater
 from twisted.logger import Logger
@@ -131,10 +131,10 @@ class SingleServer:
 
     # -- starting --------------------------------------------------------------------------------------------------
 
-    def ensure_up(self) -> Deferred[None] | None:
-        """See :meth:`turnstile.engines.llamacpp.LlamaEngine.ensure_up`."""
+    def ensure_started(self) -> Deferred[None]:
+        """See :meth:`turnstile.engines.llamacpp.LlamaEngine.ensure_started`."""
         if not self.is_down:
-            return None
+            return succeed(None)
 
         def forget(waiter: Deferred[None]) -> None:
             if waiter in self._waiters:

@@ -211,12 +211,17 @@ class LlamaEngine:
             return Admission.ABSENT
         return answer
 
-    def ensure_up(self) -> Deferred[None] | None:
-        """Start a server of one model again that was stopped for another engine; ``None``: there is no need to.
+    @property
+    def needs_start(self) -> bool:
+        """Whether :meth:`ensure_started` has anything to do."""
+        return self.single.is_down
+
+    def ensure_started(self) -> Deferred[None]:
+        """Start a server of one model again that was stopped for another engine.
 
         Those who ask meanwhile share one start, which a cancelled one leaves to go on. Fails with :class:`StartFailed`.
         """
-        return self.single.ensure_up()
+        return self.single.ensure_started()
 
     def note_aborted(self, conversation: str | None = None) -> None:
         """A request that had been forwarded was cut off.
