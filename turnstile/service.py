@@ -23,14 +23,16 @@ from turnstile import __version__, exitcode
 from turnstile import log as tlog
 from turnstile.arbiter import Arbiter
 from turnstile.card import Card
+from turnstile.commands import ShellCommands
 from turnstile.config import Config, ConfigError, Upstream, split_endpoint
 from turnstile.engines.base import Engine
 from turnstile.engines.client import JsonClient, make_client
 from turnstile.engines.comfy_events import make_connect_events
 from turnstile.engines.comfy_free import Memory
 from turnstile.engines.comfyui import ComfyEngine
+from turnstile.engines.llamacpp import LlamaEngine
 from turnstile.engines.ollama import OllamaEngine
-from turnstile.gates import ComfyPolicy, NestedHint, NestedOllamaPolicy, OllamaPolicy
+from turnstile.gates import ComfyPolicy, LlamaPolicy, NestedHint, NestedOllamaPolicy, OllamaPolicy
 from turnstile.metrics import Metrics
 from turnstile.narrator import Narrator
 from turnstile.proxy.resource import EngineResource, Policy
@@ -45,6 +47,17 @@ _log = tlog.Logger()
 
 #: Connections that may wait in the kernel to be accepted.
 BACKLOG = 1024
+
+_OUR_PATHS = b"/turnstile/"
+#: The names that listeners go by in log and state page.
+SITES = {
+    "LISTEN_OLLAMA": "ollama",
+    "LISTEN_OLLAMA_NESTED": "ollama-nested",
+    "LISTEN_COMFY": "comfyui",
+    "LISTEN_LLAMA": "llamacpp",
+    "LISTEN_SD": "sd",
+    "LISTEN_BROKER": "broker",
+}
 
 
 class TurnstileService(Service):
@@ -67,6 +80,7 @@ class TurnstileService(Service):
         self.vigil = Vigil(reactor)
         self.ollama: OllamaEngine | None = None
         self.comfy: ComfyEngine | None = None
+        self.llama: LlamaEngine | None = None
         self.sites: dict[str, ProxySite] = {}
         self.ports: dict[str, Any] = {}
         self._clients: list[JsonClient] = []
@@ -81,22 +95,14 @@ class TurnstileService(Service):
         #: Fires once the engines were looked at, from when on requests are granted the card.
         self.ready: Deferred[None] = Deferred()
         self._trust_root = _trust_root(config)
+        self._listens = {SITES[name]: text for name, text in config.listeners()}
         self._build()
 
     # -- building ---------------------------------------------------------------------------------------------
 
     def _build(self) -> None:
         config = self.config
-        if config.ollama_url is not None:
-            self.ollama = OllamaEngine(
-                self._client("OLLAMA_URL", config.ollama_url),
-                self._reactor,
-                self.card,
-                unload_timeout=config.unload_timeout,
-                unload_poll_interval=config.unload_poll_interval,
-                probe_timeout=config.probe_timeout,
-            )
-            self.card.register(self.ollama)
+        self._build_chat_engines()
         if config.comfy_url is not None:
             self.comfy = ComfyEngine(
                 self._client("COMFY_URL", config.comfy_url),
@@ -134,6 +140,38 @@ class TurnstileService(Service):
             )
         self._build_sites()
 
+    def _build_chat_engines(self) -> None:
+        config = self.config
+        if config.ollama_url is not None:
+            self.ollama = OllamaEngine(
+                self._client("OLLAMA_URL", config.ollama_url),
+                self._reactor,
+                self.card,
+                unload_timeout=config.unload_timeout,
+                unload_poll_interval=config.unload_poll_interval,
+                probe_timeout=config.probe_timeout,
+            )
+            self.card.register(self.ollama)
+        if config.llama_url is not None:
+            key = config.llama_api_key
+            self.llama = LlamaEngine(
+                self._client(
+                    "LLAMA_URL",
+                    config.llama_url,
+                    {} if key is None else {"Authorization": f"Bearer {key}"},
+                ),
+                self._reactor,
+                self.card,
+                unload_timeout=config.unload_timeout,
+                unload_poll_interval=config.unload_poll_interval,
+                probe_timeout=config.probe_timeout,
+                load_timeout=config.load_wait,
+                commands=ShellCommands(self._reactor),
+                stop_command=config.llama_stop_command,
+                start_command=config.llama_start_command,
+            )
+            self.card.register(self.llama)
+
     def _build_sites(self) -> None:
         config = self.config
         pages = make_status_tree(
@@ -145,37 +183,66 @@ class TurnstileService(Service):
             self.metrics,
             short_forms=True,
         )
+        # Where the engine has pages of such names itself, ours have their long names only.
+        long_forms = {path: page for path, page in pages.items() if path.startswith(_OUR_PATHS)}
         if self.ollama is not None and config.ollama_url is not None:
-            pool = self._pool(config.ollama_url)
-            hint = None
-            if config.comfy_url is not None:
-                hint = NestedHint(self.arbiter, config.comfy_url.host, config.listen_ollama_nested)
-            policy: Policy = OllamaPolicy(
-                config, self.arbiter, self.card, self.ollama, self._reactor, on_wait=hint
-            )
-            self._site("ollama", config.listen_ollama, pool, policy, pages)
-            if config.listen_ollama_nested:
-                policy = NestedOllamaPolicy(
-                    config,
-                    self.arbiter,
-                    self.card,
-                    self.ollama,
-                    self._reactor,
-                    self.comfy,
-                    self.metrics.nested_call,
-                )
-                self._site("ollama-nested", config.listen_ollama_nested, pool, policy, pages)
+            self._build_ollama_sites(self.ollama, self._pool(config.ollama_url), pages)
         if self.comfy is not None and config.comfy_url is not None:
-            guard = self.ollama.guard if self.ollama is not None else _nothing
-            policy = ComfyPolicy(config, self.arbiter, self.card, self.comfy, self._reactor, guard)
-            self._site("comfyui", config.listen_comfy, self._pool(config.comfy_url), policy, pages)
+            comfy_policy = ComfyPolicy(
+                config, self.arbiter, self.card, self.comfy, self._reactor, self._guard
+            )
+            self._site("comfyui", self._pool(config.comfy_url), comfy_policy, pages)
+        if self.llama is not None and config.llama_url is not None:
+            llama_pool = self._pool(config.llama_url)
+            llama_policy = LlamaPolicy(config, self.arbiter, self.card, self.llama, self._reactor)
+            self._site("llamacpp", llama_pool, llama_policy, long_forms)
 
-    def _site(
-        self, name: str, listen: str, pool: UpstreamPool, policy: Policy, pages: dict[bytes, Any]
+    def _build_ollama_sites(
+        self, engine: OllamaEngine, pool: UpstreamPool, pages: dict[bytes, Any]
     ) -> None:
         config = self.config
+        hint = None
+        if config.comfy_url is not None:
+            hint = NestedHint(self.arbiter, config.comfy_url.host, config.listen_ollama_nested)
+        policy = OllamaPolicy(config, self.arbiter, self.card, engine, self._reactor, on_wait=hint)
+        self._site("ollama", pool, policy, pages)
+        nested = NestedOllamaPolicy(
+            config,
+            self.arbiter,
+            self.card,
+            engine,
+            self._reactor,
+            self.comfy,
+            self.metrics.nested_call,
+        )
+        self._site("ollama-nested", pool, nested, pages)
+
+    def _guard(self) -> None:
+        """An image job begins: chat engines are looked at whose requests were aborted lately."""
+        if self.ollama is not None:
+            self.ollama.guard()
+        if self.llama is not None:
+            self.llama.guard()
+
+    def _site(self, name: str, pool: UpstreamPool, policy: Policy, pages: dict[bytes, Any]) -> None:
+        """Make what serves one engine's clients, if there is to be a listener of that name."""
+        if name not in self._listens:
+            return
         comfy = self.comfy if name == "comfyui" else None
-        resource = EngineResource(
+        resource = self._resource(name, pool, policy, relays_websockets=comfy is not None)
+        self._add_site(
+            name,
+            resource,
+            pages,
+            on_text=comfy.tap if comfy is not None else None,
+            on_relays=self.metrics.relays_changed,
+        )
+
+    def _resource(
+        self, name: str, pool: UpstreamPool, policy: Policy, *, relays_websockets: bool = False
+    ) -> EngineResource:
+        config = self.config
+        return EngineResource(
             pool,
             policy,
             reactor=self._reactor,
@@ -183,24 +250,28 @@ class TurnstileService(Service):
                 config.backoff_initial, config.backoff_max, config.retry_status_limit
             ),
             observer=self.metrics,
-            relays_websockets=comfy is not None,
-            tls=listen.startswith("ssl:"),
+            relays_websockets=relays_websockets,
+            tls=self._listens[name].startswith("ssl:"),
         )
+
+    def _add_site(
+        self, name: str, resource: EngineResource, pages: dict[bytes, Any], **options: Any
+    ) -> None:
         self.sites[name] = ProxySite(
             resource,
             pages,
             clock=self._reactor,
             vigil=self.vigil,
-            on_text=comfy.tap if comfy is not None else None,
-            on_relays=self.metrics.relays_changed,
             marks=tuple(self._marks),
             on_loop=self._leads_back,
+            **options,
         )
 
     @property
     def engines(self) -> list[Engine]:
         """The engines that are configured."""
-        return [engine for engine in (self.ollama, self.comfy) if engine is not None]
+        engines = (self.ollama, self.llama, self.comfy)
+        return [engine for engine in engines if engine is not None]
 
     def _memory_seen(self, memory: Memory | None) -> None:
         self.metrics.set_vram(
@@ -208,7 +279,9 @@ class TurnstileService(Service):
             total=None if memory is None else memory.total,
         )
 
-    def _client(self, setting: str, upstream: Upstream) -> JsonClient:
+    def _client(
+        self, setting: str, upstream: Upstream, headers: dict[str, str] | None = None
+    ) -> JsonClient:
         mark = secrets.token_hex(16)
         self._marks[mark.encode()] = f"{setting} ({upstream.url})"
         client = make_client(
@@ -217,6 +290,7 @@ class TurnstileService(Service):
             connect_timeout=self.config.connect_timeout,
             context_factory=self._context_factory(),
             mark=mark,
+            headers=headers,
         )
         self._clients.append(client)
         return client
@@ -278,14 +352,8 @@ class TurnstileService(Service):
     def _listen(self) -> None:
         if self.ports:
             return
-        listens = {
-            "ollama": self.config.listen_ollama,
-            "ollama-nested": self.config.listen_ollama_nested,
-            "comfyui": self.config.listen_comfy,
-        }
         for name, site in self.sites.items():
-            text = listens[name]
-            assert text is not None
+            text = self._listens[name]
             self.ports[name] = None
             d = maybeDeferred(self._open, text, site)
             d.addCallback(self._bound, name)
@@ -355,10 +423,6 @@ class TurnstileService(Service):
         _log.warn("answers in progress are cut: {why}", why=why)
         for site in self.sites.values():
             site.abort()
-
-
-def _nothing() -> None:
-    """There is no LLM engine to keep an eye on."""
 
 
 def _trust_root(config: Config) -> Any:

@@ -2,6 +2,7 @@
 
 from turnstile.gates.base import Claim, EnginePolicy, LeaseGate
 from turnstile.gates.comfyui import ComfyPolicy, ImageGate
+from turnstile.gates.llamacpp import LlamaGate, LlamaPolicy
 from turnstile.gates.ollama import LlmGate, NestedGate, NestedHint, NestedOllamaPolicy, OllamaPolicy
 
 __all__ = [
@@ -10,6 +11,8 @@ __all__ = [
     "EnginePolicy",
     "ImageGate",
     "LeaseGate",
+    "LlamaGate",
+    "LlamaPolicy",
     "LlmGate",
     "NestedGate",
     "NestedHint",
