@@ -92,6 +92,10 @@ class EngineSim:
     def boot(self) -> None:
         """The process starts."""
 
+    def release_card(self) -> None:
+        """The driver takes back what a dead process held."""
+        self.card.release(self.owner)
+
     def real(self, seconds: float) -> float:
         """Simulated seconds as real ones."""
         return seconds / self.speed
@@ -246,7 +250,7 @@ class EngineSim:
         while self._tasks:
             self._tasks.pop().cancel()
         self.reset()
-        self.card.release(self.owner)
+        self.release_card()
         await stopped
         for connection_lost in lost:
             if not connection_lost.called:
