@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from typing import Any
 
-from twisted.internet.defer import Deferred, inlineCallbacks, succeed
+from twisted.internet.defer import Deferred, TimeoutError, inlineCallbacks, succeed
 from twisted.internet.interfaces import IReactorTime
 from twisted.internet.task import deferLater
 from twisted.logger import Logger
@@ -258,8 +258,10 @@ class Leaving:
         assert server._commands is not None and server.stop_command is not None
         server.log.info("llama.cpp: stopping it by command")
         try:
-            code = yield server._commands.run(server.stop_command, timeout)
-        except CommandFailed as e:
+            # It is killed after that time, which is not waited for.
+            d = server._commands.run(server.stop_command, timeout)
+            code = yield d.addTimeout(timeout, self._clock)
+        except (CommandFailed, TimeoutError) as e:
             code = e
         if code != 0:
             server.log.warn("LLAMA_STOP_COMMAND failed: {outcome}", outcome=_outcome(code))
@@ -269,6 +271,8 @@ class Leaving:
 def _outcome(result: object) -> str:
     if isinstance(result, Failure):
         return result.getErrorMessage()
+    if isinstance(result, TimeoutError):
+        return "it does not end"
     return f"exit code {result}" if isinstance(result, int) else str(result)
 
 

@@ -32,6 +32,8 @@ BACKOFF = 1.5
 LOOK_TIMEOUT = 5.0
 #: Seconds after which a model that is still listed is told to leave again.
 RESEND_AFTER = 2.0
+#: … and after which one is told again whose unload call failed.
+RETRY_AFTER = 0.25
 #: Seconds of refused connections after which a server that answered before is taken for gone.
 GONE_AFTER = 1.0
 NEEDS_KEY = "llama.cpp wants an API key: without LLAMA_API_KEY its models cannot be unloaded"
@@ -81,6 +83,8 @@ class _Unloader:
             gone = isinstance(error, HttpError) and error.status == 400
             if model is not None and isinstance(error, ClientError) and not gone:
                 self._complain("unload", error, model=model)
+                if model in self._sent:
+                    self._sent[model] = self._clock.seconds() - RESEND_AFTER + RETRY_AFTER
 
         d.addErrback(failed).addBoth(lambda _: self._running.discard(d))
 
