@@ -527,7 +527,7 @@ class Config:
         "RETRY_STATUS_LIMIT",
         _integer(0, 100),
         "3",
-        "How often a GET or HEAD that an engine answers 502, 503 or 504 is tried again.",
+        "How often a GET or HEAD that Ollama or ComfyUI answers 502, 503 or 504 is tried again.",
     )
     connect_timeout: float = _setting(
         "CONNECT_TIMEOUT", _duration(), "10s", "How long connecting to an engine may take."

@@ -32,10 +32,17 @@ from turnstile.engines.comfy_free import Memory
 from turnstile.engines.comfyui import ComfyEngine
 from turnstile.engines.llamacpp import LlamaEngine
 from turnstile.engines.ollama import OllamaEngine
-from turnstile.gates import ComfyPolicy, LlamaPolicy, NestedHint, NestedOllamaPolicy, OllamaPolicy
+from turnstile.gates import (
+    ComfyPolicy,
+    EnginePolicy,
+    LlamaPolicy,
+    NestedHint,
+    NestedOllamaPolicy,
+    OllamaPolicy,
+)
 from turnstile.metrics import Metrics
 from turnstile.narrator import Narrator
-from turnstile.proxy.resource import EngineResource, Policy
+from turnstile.proxy.resource import EngineResource
 from turnstile.proxy.retry import RetryPolicy
 from turnstile.proxy.site import ProxySite
 from turnstile.proxy.upstream import UpstreamPool
@@ -224,7 +231,9 @@ class TurnstileService(Service):
         if self.llama is not None:
             self.llama.guard()
 
-    def _site(self, name: str, pool: UpstreamPool, policy: Policy, pages: dict[bytes, Any]) -> None:
+    def _site(
+        self, name: str, pool: UpstreamPool, policy: EnginePolicy, pages: dict[bytes, Any]
+    ) -> None:
         """Make what serves one engine's clients, if there is to be a listener of that name."""
         if name not in self._listens:
             return
@@ -239,7 +248,12 @@ class TurnstileService(Service):
         )
 
     def _resource(
-        self, name: str, pool: UpstreamPool, policy: Policy, *, relays_websockets: bool = False
+        self,
+        name: str,
+        pool: UpstreamPool,
+        policy: EnginePolicy,
+        *,
+        relays_websockets: bool = False,
     ) -> EngineResource:
         config = self.config
         return EngineResource(
@@ -247,7 +261,9 @@ class TurnstileService(Service):
             policy,
             reactor=self._reactor,
             retry=RetryPolicy(
-                config.backoff_initial, config.backoff_max, config.retry_status_limit
+                config.backoff_initial,
+                config.backoff_max,
+                config.retry_status_limit if policy.repeats_status else 0,
             ),
             observer=self.metrics,
             relays_websockets=relays_websockets,

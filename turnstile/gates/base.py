@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +13,9 @@ from twisted.python.failure import Failure
 
 from turnstile.arbiter import Arbiter, ArbiterClosed, Lease, Tenant, WaitTimeout
 from turnstile.card import Card
+from turnstile.engines.base import Admission
 from turnstile.log import redact_target
-from turnstile.proxy.gate import Busy, Ending
+from turnstile.proxy.gate import Busy, Ending, Gate
 from turnstile.proxy.http1 import Headers, RequestHead
 
 
@@ -119,8 +121,22 @@ class LeaseGate:
         self.leave()
 
 
-class EnginePolicy:
-    """What policies have in common."""
+class EnginePolicy(ABC):
+    """What policies have in common; see :class:`turnstile.proxy.resource.Policy`."""
+
+    engine: str
+    retry_after: int
+    stall_timeout: float | None
+    keeps_client_host: bool = False
+    #: Whether a GET that is answered 502, 503 or 504 may be sent again: no sense in that where such is the engine's
+    #: usual answer while it loads.
+    repeats_status = True
+
+    @abstractmethod
+    def admission(self, method: bytes, target: bytes) -> Admission: ...
+
+    @abstractmethod
+    def open_gate(self, head: RequestHead, client: str) -> Gate: ...
 
     def is_unload_only(self, target: bytes, body: bytes) -> bool:
         return False

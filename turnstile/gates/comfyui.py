@@ -74,7 +74,7 @@ class ComfyPolicy(EnginePolicy):
     engine = "comfyui"
     keeps_client_host = True
     #: JOB_TIMEOUT covers an unanswered prompt.
-    stall_timeout: float | None = None
+    stall_timeout = None
 
     def __init__(
         self,

@@ -82,7 +82,7 @@ class LlamaPolicy(EnginePolicy):
     """What holds on llama.cpp's own listener, and for its part of the broker's."""
 
     engine = "llamacpp"
-    keeps_client_host = False
+    repeats_status = False
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class LlamaPolicy(EnginePolicy):
         on_wait: Callable[[str], None] | None = None,
     ) -> None:
         self.retry_after = config.busy_retry_after
-        self.stall_timeout: float | None = config.llm_stall_timeout
+        self.stall_timeout = config.llm_stall_timeout
         self._engine = engine
         self._claim = Claim(
             arbiter=arbiter,

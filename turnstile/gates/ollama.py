@@ -75,7 +75,6 @@ class OllamaPolicy(EnginePolicy):
     """Chat requests share the card."""
 
     engine = "ollama"
-    keeps_client_host = False
 
     def __init__(
         self,
@@ -87,7 +86,7 @@ class OllamaPolicy(EnginePolicy):
         on_wait: Callable[[str], None] | None = None,
     ) -> None:
         self.retry_after = config.busy_retry_after
-        self.stall_timeout: float | None = config.llm_stall_timeout
+        self.stall_timeout = config.llm_stall_timeout
         self._engine = engine
         self._claim = Claim(
             arbiter=arbiter,
