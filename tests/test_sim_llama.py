@@ -274,6 +274,24 @@ async def test_a_chat_that_comes_while_the_child_stops_loads_again() -> None:
 
 
 @pytest_twisted.ensureDeferred
+async def test_a_client_that_leaves_while_the_child_stops_may_load_all_the_same() -> None:
+    async with running(unload_time=20.0) as host:
+        for ghosts in (True, False):
+            host.llama.ghost_loads = ghosts
+            await host.llama.load(NAME)
+            loads = len(host.llama.loads)
+            await call(host, "POST", "/models/unload", {"model": NAME})
+            chat = start(host, "POST", CHAT, ask())
+            await until(lambda: host.llama.waiting)
+            chat.cancel()
+            await until(lambda: host.llama.requests[-1].disconnected_at)
+            unloads = len(host.llama.unloads)
+            await until(lambda: len(host.llama.unloads) == unloads + 1)  # noqa: B023
+            assert len(host.llama.loads) == loads + ghosts
+            await until(lambda: not host.llama.waiting)
+
+
+@pytest_twisted.ensureDeferred
 async def test_a_load_goes_on_although_its_client_left_and_others_join_it() -> None:
     async with running(load_time=10.0) as host:
         chat = start(host, "POST", CHAT, ask())

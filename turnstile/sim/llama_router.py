@@ -9,13 +9,14 @@ waits for the exit and loads the model again; a load goes on although its reques
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
-from twisted.internet.defer import Deferred, DeferredSemaphore
+from twisted.internet.defer import CancelledError, Deferred, DeferredSemaphore
 from twisted.internet.interfaces import IDelayedCall
 
 from .card import GIB, Card, OutOfVram
+from .exchange import HttpError
 from .faults import Faults
 from .httplib import HttplibSim
 from .llama_formats import llama_error
@@ -146,7 +147,8 @@ class Router(HttplibSim):
     an idle child needs to end, ``kill_time`` one that is killed.  ``models_max``: how many children
     there may be; the one used longest ago makes room.  ``sleep_idle``: ``--sleep-idle-seconds``,
     0 for never; the memory is free ``sleep_free_time`` after the status says so.  ``single``: the
-    name of the one model of a server without router.
+    name of the one model of a server without router.  ``ghost_loads``: a request that waits for a
+    child to end loads its model then, even if its client has left meanwhile.
     """
 
     owner = "llamacpp"
@@ -170,6 +172,7 @@ class Router(HttplibSim):
         sleep_idle: float = 0.0,
         sleep_free_time: float = 0.2,
         single: str | None = None,
+        ghost_loads: bool = True,
         max_requests: int = 5000,
     ) -> None:
         super().__init__(card, clock, speed=speed, max_requests=max_requests)
@@ -189,6 +192,7 @@ class Router(HttplibSim):
         self.sleep_idle = sleep_idle
         self.sleep_free_time = sleep_free_time
         self.single = single
+        self.ghost_loads = ghost_loads
         self.loads: list[tuple[float, str]] = []
         self.unloads: list[tuple[float, str]] = []
         #: Children that had to be killed, and when.
@@ -295,12 +299,20 @@ class Router(HttplibSim):
                     seen_loading = True
                     continue
                 await self._change()
+        except CancelledError:
+            if self.ghost_loads and entry in self._line and self._generation == generation:
+                self.spawn(self._ensure_for_nobody(instance))
+            raise
         finally:
             if self._generation == generation:
                 self.waiting -= 1
                 if entry in self._line:
                     self._line.remove(entry)
             self._notify()
+
+    async def _ensure_for_nobody(self, instance: Instance) -> None:
+        with suppress(HttpError):
+            await self.ensure(instance)
 
     async def make_place(self, name: str) -> None:
         """What /models/load does before it loads: one model may have to go."""
