@@ -70,7 +70,8 @@ def ask(command: str, timeout: float) -> str:
             if process.returncode is None:
                 _end(process)
     if code != 0:
-        words = errors.decode("utf-8", "replace").strip().splitlines()
+        # Some tell what is wrong where their answer would be.
+        words = (errors.strip() or output.strip()).decode("utf-8", "replace").splitlines()
         raise CommandFailed(f"exit code {code}" + (f": {words[-1]}" if words else ""))
     return output.decode("utf-8", "replace")
 
