@@ -136,7 +136,11 @@ def parse_smi(output: str) -> list[tuple[Gpu, Reading | None]]:
     :raises ProbeError: if a line is something else.
     """
     found: list[tuple[Gpu, Reading | None]] = []
-    for row in csv.reader(output.splitlines(), skipinitialspace=True):
+    try:
+        rows = list(csv.reader(output.splitlines(), skipinitialspace=True))
+    except csv.Error as error:
+        raise ProbeError(f"nvidia-smi prints no table: {error}") from None
+    for row in rows:
         if not row:
             continue
         if len(row) < len(_FIELDS) or not row[0].strip().isdecimal():

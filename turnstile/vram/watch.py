@@ -389,8 +389,8 @@ class Vram:
 
     def snapshot(self) -> dict[str, Any]:
         """For the state page; asks for a new reading if this one is old, for the next who looks."""
-        age = self._clock.seconds() - self._read_at
-        if age > STALE and self._looking is None and not self._stopped:
+        now = self._clock.seconds()
+        if now - self._read_at > STALE and self._looking is None and not self._stopped:
             self.read()
         reading = self._reading
         return {
@@ -399,7 +399,7 @@ class Vram:
             "problem": self._problem,
             "used": None if reading is None else reading.used,
             "total": None if reading is None else reading.total,
-            "age": None if reading is None else round(age, 3),
+            "age": None if reading is None else round(now - self._read_at, 3),
             "floor": self.floor.least,
             "waiting": bool(self._waits),
             "last_wait": self._last_wait,
