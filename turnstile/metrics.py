@@ -24,6 +24,7 @@ from prometheus_client.registry import Collector
 from turnstile import __version__
 from turnstile.arbiter import Abandoned, Arbiter, Event, Granted, Kind
 from turnstile.card import Card, Degraded, Eviction
+from turnstile.vram.back import Back
 
 PREFIX = "gpu_turnstile_"
 #: From a grant that hardly waited to JOB_TIMEOUT.
@@ -100,6 +101,7 @@ class Metrics(Collector):
         self._unload = _Histogram()
         self._job_seconds = _Histogram()
         self._vram: dict[str, float] = {}
+        self._memory_wait: defaultdict[str, _Histogram] = defaultdict(_Histogram)
         if registry is None:
             registry = CollectorRegistry()
             ProcessCollector(registry=registry)
@@ -157,6 +159,10 @@ class Metrics(Collector):
                 self._vram.pop(name, None)
             else:
                 self._vram[name] = value
+
+    def memory_waited(self, outcome: Back, seconds: float) -> None:
+        """An engine left, and its memory was waited for."""
+        self._memory_wait[outcome.name.lower()].observe(seconds)
 
     def counters(self) -> dict[str, Any]:
         """The most telling sums, for the state page."""
@@ -266,6 +272,12 @@ class Metrics(Collector):
         yield from self._collect_card()
         for name, value in self._vram.items():
             yield _gauge(f"vram_{name}_bytes", f"Memory of the card, {name}.", [], {(): value})
+        yield _histogram(
+            "vram_wait_seconds",
+            "Time from the end of an eviction until the card's memory was seen to be back, or not.",
+            ["outcome"],
+            {(outcome,): histogram for outcome, histogram in sorted(self._memory_wait.items())},
+        )
         info = InfoMetricFamily(PREFIX + "build", "The turnstile that runs here.")
         info.add_metric([], {"version": self._version})
         yield info

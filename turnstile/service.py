@@ -48,6 +48,8 @@ from turnstile.proxy.site import ProxySite
 from turnstile.proxy.upstream import UpstreamPool
 from turnstile.proxy.vigil import Vigil
 from turnstile.status import make_status_tree
+from turnstile.vram.choice import make_vram
+from turnstile.vram.reading import Reading
 from turnstile.warm import Warmer
 
 _log = tlog.Logger()
@@ -110,9 +112,11 @@ class TurnstileService(Service):
     def _build(self) -> None:
         config = self.config
         self._build_chat_engines()
+        comfy_client: JsonClient | None = None
         if config.comfy_url is not None:
+            comfy_client = self._client("COMFY_URL", config.comfy_url)
             self.comfy = ComfyEngine(
-                self._client("COMFY_URL", config.comfy_url),
+                comfy_client,
                 self._reactor,
                 self.arbiter,
                 self.card,
@@ -145,6 +149,10 @@ class TurnstileService(Service):
                 config.warm_timeout,
                 self._reactor,
             )
+        self.vram = make_vram(self._reactor, config, comfy_client)
+        self.vram.add_reading_listener(self._reading_seen)
+        self.vram.add_wait_listener(self.metrics.memory_waited)
+        self.card.memory = self.vram
         self._build_sites()
 
     def _build_chat_engines(self) -> None:
@@ -189,6 +197,7 @@ class TurnstileService(Service):
             __version__,
             self.metrics,
             short_forms=True,
+            vram=self.vram.snapshot,
         )
         # Where the engine has pages of such names itself, ours have their long names only.
         long_forms = {path: page for path, page in pages.items() if path.startswith(_OUR_PATHS)}
@@ -289,7 +298,16 @@ class TurnstileService(Service):
         engines = (self.ollama, self.llama, self.comfy)
         return [engine for engine in engines if engine is not None]
 
+    def _reading_seen(self, reading: Reading | None) -> None:
+        self.metrics.set_vram(
+            used=None if reading is None else reading.used,
+            total=None if reading is None else reading.total,
+        )
+
     def _memory_seen(self, memory: Memory | None) -> None:
+        """What ComfyUI tells of its card, where nobody tells better."""
+        if self.vram.works:
+            return
         self.metrics.set_vram(
             used=None if memory is None else memory.used,
             total=None if memory is None else memory.total,
@@ -349,6 +367,8 @@ class TurnstileService(Service):
         self._resume = self.arbiter.hold()
         if self._warmer is not None:
             self._warmer.start()
+        # Not waited for: a driver in trouble is no reason to serve nobody.
+        self.vram.start()
         looks = DeferredList([engine.start() for engine in self.engines], consumeErrors=True)
         looks.addCallback(self._looked)
 
@@ -417,6 +437,7 @@ class TurnstileService(Service):
         if timer.active():
             timer.cancel()
         self.card.stop()
+        self.vram.stop()
         for engine in self.engines:
             engine.stop()
         for pool in self._pools:
