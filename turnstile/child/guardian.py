@@ -146,20 +146,22 @@ class Group:
         }
         return living
 
-    def signal(self, number: int) -> bool:
-        """Send a signal to every member; false if there was nobody who could get it."""
+    def signal(self, *numbers: int) -> bool:
+        """Send signals to every member; false if there was nobody who could get them."""
         sent = False
         # Before any of them dies, since those in other sessions are found by their parents.
         members = self.members()
         if any(process.group == self.leader for process in members):
             # In one step for the whole process group, so that none can fork its way out.
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.leader, number)
+                for number in numbers:
+                    os.killpg(self.leader, number)
                 sent = True
         for process in members:
             if process.group != self.leader:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(process.pid, number)
+                    for number in numbers:
+                        os.kill(process.pid, number)
                     sent = True
         return sent
 
