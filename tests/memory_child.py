@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import signal
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from twisted.internet.defer import Deferred
@@ -22,8 +22,16 @@ KILL = 0.005
 class MemoryChild:
     """One of them; see :class:`turnstile.child.process.Child`."""
 
-    def __init__(self, pid: int, process: SdSim, lines: deque[str], clock: Any) -> None:
+    def __init__(
+        self,
+        pid: int,
+        process: SdSim,
+        lines: deque[str],
+        clock: Any,
+        on_terminate: Callable[[SdSim], None],
+    ) -> None:
         self.pid = pid
+        self._on_terminate = on_terminate
         self.process = process
         self.status: ExitStatus | None = None
         self._clock = clock
@@ -47,6 +55,8 @@ class MemoryChild:
 
     def terminate(self, grace: float) -> Deferred[ExitStatus]:
         if self.process.exit_status is None:
+            if self._deadline is None:
+                self._on_terminate(self.process)
             if grace <= 0:
                 self._kill()
             elif self._deadline is None:
@@ -86,6 +96,8 @@ class MemorySpawner:
         self._clock = clock
         self._pids = itertools.count(4_000_000)
         self.children: list[MemoryChild] = []
+        #: Is called with each process that is told to end.
+        self.on_terminate: Callable[[SdSim], None] = lambda process: None
 
     def spawn(
         self, program: Sequence[str], env: Mapping[str, str] | None, log: object
@@ -94,6 +106,9 @@ class MemorySpawner:
         port = int(program[list(program).index("--listen-port") + 1])
         lines: deque[str] = deque(maxlen=200)
         process = self._fleet.start(port, say=lines.append)
-        child = MemoryChild(next(self._pids), process, lines, self._clock)
+        child = MemoryChild(next(self._pids), process, lines, self._clock, self._tell)
         self.children.append(child)
         return child
+
+    def _tell(self, process: SdSim) -> None:
+        self.on_terminate(process)

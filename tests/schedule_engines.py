@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from random import Random
+from signal import SIGKILL
 from typing import TYPE_CHECKING, Any
 
+from memory_child import MemorySpawner
 from virtual_net import LOCALHOST
 
 from turnstile.config import Upstream
+from turnstile.sim import SdSim
 from turnstile.sim.graphs import image_graph
+from turnstile.sim.sd_worker import Orders
+from turnstile.sim.server import EngineSim
 
 if TYPE_CHECKING:
     from schedule_kit import System
@@ -47,7 +52,7 @@ class Part:
 
     def __init__(self, system: System, sim: Any) -> None:
         self.system = system
-        self.sim = sim
+        self.sim = ordered(sim) if isinstance(sim, EngineSim) else sim
         #: How much of the card it had, by time.
         self.held: list[tuple[float, int]] = []
 
@@ -237,4 +242,131 @@ class Comfy(Part):
         system.world.pass_time(10.0)
         if system.host.card.used_by(self.name):
             problems.append("ComfyUI was not freed after the last job")
+        return problems
+
+
+class Sd(Part):
+    """sd-server, whose processes turnstile starts and ends."""
+
+    name = "sd"
+    matches = (
+        "/sdcpp/v1/jobs/*",
+        "/sdcpp/v1/jobs/*",
+        "POST /sdcpp/*",
+        "POST /sdapi/*",
+        "POST /v1/images/*",
+        "GET *",
+        "*",
+    )
+    IDLE = 20.0
+
+    def __init__(self, system: System, sim: Any) -> None:
+        super().__init__(system, sim)
+        self.port = system.world.new_port()
+        sim.on_start = self._started
+        self.spawner = MemorySpawner(sim, system.world)
+        self.spawner.on_terminate = self._terminated
+
+    def settings(self) -> dict[str, Any]:
+        return {
+            "sd_url": Upstream.parse(f"http://{LOCALHOST}:{self.port}"),
+            "sd_args": ("--listen-port", str(self.port)),
+            "sd_bin": "/bin/true",
+            "sd_log_dir": "/nonexistent",
+            "sd_idle": self.IDLE,
+            "sd_stop_grace": 3.0,
+            "load_wait": 30.0,
+            "listen_sd": LISTEN,
+        }
+
+    def _started(self, process: SdSim) -> None:
+        ordered(process)
+        system = self.system
+        system.note("sd-server starts")
+        tenant = system.service.arbiter.tenant
+        if tenant is None or tenant.name != self.name:
+            holder = "nobody" if tenant is None else tenant.name
+            system.failures.append(f"sd-server was started while {holder} had the card")
+        if len(self.sim.alive) > 1:
+            system.failures.append("two processes of sd-server at once")
+
+    def _terminated(self, process: SdSim) -> None:
+        """Nobody's work is ended by turnstile but where that is told, or all of it ends."""
+        system = self.system
+        system.note(f"sd-server is told to end ({process.state})")
+        service = system.service
+        if service.card.degraded or not service.running:
+            return
+        leases = [lease for lease in service.arbiter.leases if lease.tenant.name == self.name]
+        if leases and process.state == "up":
+            system.failures.append(f"sd-server was stopped under a lease: {leases[0].label}")
+        if any(job.status == "generating" for job in process.jobs.values()):
+            system.failures.append("sd-server was stopped in mid-job")
+
+    def well(self) -> None:
+        self.sim.faults.clear()
+        self.sim.drop_connections()
+        for process in self.sim.alive:
+            orders = process.orders
+            if orders.hang_loading or orders.hang_render:
+                process.signal(SIGKILL)
+            else:
+                process.orders = Orders()
+                if process.state == "up" and not process.listening:
+                    process.start_listening()
+
+    def unrest(self) -> list[str]:
+        return ["sd-server is at work"] if self.sim.busy else []
+
+    async def die(self, away: float) -> None:
+        for process in self.sim.alive:
+            self.trouble("sd-server is killed")
+            process.signal(SIGKILL)
+
+    async def refuse(self, away: float) -> None:
+        for process in self.sim.alive:
+            if process.listening:
+                self.trouble(f"sd-server refuses connections for {away:g} s")
+                await process.stop_listening()
+                await self.system.sleep(away)
+                if process.state == "up" and not process.listening:
+                    process.start_listening()
+
+    def lie(self, rng: Random) -> Callable[[], None] | None:
+        switch = rng.choice(
+            (
+                "crash_loading",
+                "crash_loading",
+                "hang_loading",
+                "exit_in_render",
+                "hang_render",
+                "fail_render",
+                "ignore_sigterm",
+                "grandchild",
+                "port_delay",
+                "lose_job",
+            )
+        )
+        alive = self.sim.alive
+        if switch == "lose_job":
+            jobs = [(p, name) for p in alive for name, job in p.jobs.items() if not job.completed]
+            if jobs:
+                process, name = rng.choice(jobs)
+                self.trouble("a job of sd-server is lost")
+                process.lose_job(name)
+            return None
+        if switch == "port_delay":
+            return self._switch("the port of sd-server comes late", "port_delay", 3.0)
+        if switch != "grandchild":
+            for process in alive:
+                setattr(process.orders, switch, True)
+        return self._switch(f"sd-server: {switch}", switch, rng.choice((1, 2)))
+
+    def use(self) -> list[str]:
+        system = self.system
+        problems = self._ask("drawing", "/sdapi/v1/txt2img", {"prompt": "a lock", "steps": 2})
+        system.world.until(lambda: not system.unrest(), 60.0)
+        system.world.pass_time(self.IDLE + 10.0)
+        if self.sim.alive or system.host.card.used_by(self.name):
+            problems.append("sd-server was not stopped when it was idle")
         return problems

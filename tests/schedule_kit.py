@@ -19,7 +19,7 @@ from unittest import mock
 import attrs
 import txaio
 from schedule_clients import Answer, Caller, Leave, OneShot
-from schedule_engines import Comfy, Llama, Ollama, Part, ordered
+from schedule_engines import Comfy, Llama, Ollama, Part, Sd
 from schedule_ops import Schedule
 from twisted.internet import task
 from twisted.internet.defer import Deferred
@@ -74,17 +74,21 @@ LIMITS: dict[str, Any] = {
     "backoff_max": 5.0,
     "shutdown_timeout": 5.0,
     "busy_wait": 120.0,
+    # A probe works in a thread, whose moments are real ones.
+    "vram_probe": "none",
 }
 PARTS: dict[str, tuple[type[Part], str]] = {
     "ollama": (Ollama, "ollama"),
     "llamacpp": (Llama, "llama"),
     "comfyui": (Comfy, "comfy"),
+    "sd": (Sd, "sd"),
 }
 #: How the simulated engines are, unless a system is told otherwise.
 SIMS: dict[str, dict[str, Any]] = {
     "ollama": {"load_time": 1.0, "token_rate": 40.0, "keep_alive": 60.0},
-    "llama": {"load_time": 1.0, "token_rate": 40.0},
+    "llama": {"load_time": 1.0, "token_rate": 40.0, "stop_timeout": 5.0},
     "comfy": {"load_time": 1.0, "object_info_bytes": 5000},
+    "sd": {"load_time": 2.0},
 }
 
 
@@ -94,7 +98,7 @@ class System:
     :param seed: decides everything.
     :param config: changes to the configuration.
     :param engines: which there are.
-    :param sims: changes to how the simulated engines are (``ollama``, ``llama``, ``comfy``).
+    :param sims: changes to how the simulated engines are (``ollama``, ``llama``, ``comfy``, ``sd``).
     """
 
     def __init__(
@@ -123,7 +127,7 @@ class System:
         self.parts: dict[str, Part] = {}
         for name in engines:
             part, attribute = PARTS[name]
-            self.parts[name] = part(self, ordered(getattr(self.host, attribute)))
+            self.parts[name] = part(self, getattr(self.host, attribute))
         self._config = config or {}
         self.service: TurnstileService
 
