@@ -31,6 +31,7 @@ from turnstile.engines.llama_events import LINE_LIMIT
 from turnstile.engines.llama_routes import Mode, parse_models
 from turnstile.engines.llamacpp import LlamaEngine, StartFailed, classify
 from turnstile.sim import GpuHost
+from turnstile.vram import Back
 
 PASS, LEASE = Admission.PASS, Admission.LEASE
 
@@ -650,6 +651,34 @@ def test_a_model_loaded_beside_another_engine(
     router.tell("a", "unloaded")
     if kind is Kind.EXCLUSIVE:
         assert not card.degraded and card.resident == {"other"}
+
+
+def test_a_model_loaded_while_the_memory_is_waited_for(
+    http: Http, engine: LlamaEngine, card: Card, clock: Clock
+) -> None:
+    waits: list[Deferred[Back]] = []
+
+    class Memory:
+        def leaving(self) -> None:
+            """Not looked at."""
+
+        def note_empty(self, still: object) -> None:
+            """Not looked at."""
+
+        def returned(self, *_: object) -> Deferred[Back]:
+            waits.append(Deferred())
+            return waits[-1]
+
+    card.memory = Memory()
+    router = started(http, engine, card)
+    card.mark_resident("llamacpp")
+    result = result_of(card.evict("llamacpp"))
+    router.tell("a", "unloaded")
+    assert waits and not result
+    router.models["a"] = "loading"
+    router.tell("a", "loading")
+    waits.pop().callback(Back.STABLE)
+    assert result == [Eviction.CONFIRMED] and card.resident == {"llamacpp"}
 
 
 def test_what_a_look_saw_before_an_eviction_says_nothing_after_it(

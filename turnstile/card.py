@@ -172,6 +172,10 @@ class Card:
         """Whether an eviction is under way."""
         return bool(self._switch.locked)
 
+    def leaves(self, name: str) -> bool:
+        """Whether this engine is being evicted, or the memory that it left is waited for."""
+        return self._evicting == name
+
     # -- what engines and the data path tell ------------------------------------------------------------------
 
     def register(self, engine: Evictable, *, resident: bool = True) -> None:

@@ -411,7 +411,8 @@ class LlamaEngine:
     def _rung(self) -> None:
         """A model's status may have changed."""
         self._ring()
-        if self.tenant.name not in self._card.resident:
+        name = self.tenant.name
+        if name not in self._card.resident or self._card.leaves(name):
             self._glance()
 
     def _glance(self) -> None:
@@ -442,6 +443,9 @@ class LlamaEngine:
         """A model is loaded though it should not be there."""
         name = self.tenant.name
         card = self._card
+        if card.leaves(name):
+            # Its memory is being waited for: what is loaded now is not what left.
+            card.mark_resident(name)
         if name in card.resident:
             return
         others = card.resident
