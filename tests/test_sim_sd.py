@@ -423,6 +423,8 @@ async def test_a_real_process_holds_memory_as_long_as_it_lives() -> None:
         assert await ended(child) == -signal.SIGTERM
         await until(lambda: not host.card.used)
         assert not host.cards.alive
+        log = child.stdout.read() if child.stdout else ""
+        assert "| 1/2 - " in log and "generate_image completed" in log
 
 
 @pytest_twisted.ensureDeferred

@@ -25,7 +25,7 @@ from twisted.python.failure import Failure
 from .card import GIB, Card
 from .card_server import RemoteCard, encode, split
 from .exchange import Exchange
-from .sd_worker import FAILED, Orders, Render
+from .sd_worker import FAILED, Orders, Render, progress_bar
 from .sdserver import SdSim
 from .server import _Factory
 
@@ -120,6 +120,11 @@ class SdProgram(SdSim):
             self._listening = reactor.adoptStreamPort(
                 listener.fileno(), socket.AF_INET, _Factory(self)
             )
+
+    def show_progress(self, step: int, steps: int) -> None:
+        # Drawn over what was there, as on a terminal.
+        end = "\n" if step == steps else ""
+        print("\r" + progress_bar(step, steps, self.step_time), end=end, flush=True)
 
     def obey(self) -> None:
         """Do what the orders say from the start."""

@@ -349,6 +349,7 @@ class SdWorker(HttplibSim):
                 for step in range(render.steps):
                     await self.sleep(self.step_time)
                     render.step += 1
+                    self.show_progress(step + 1, render.steps)
                     if self.orders.exit_in_render and (step + 1) * 2 >= render.steps:
                         self.say("ggml.c:1700: GGML_ASSERT(false) failed")
                         self.exit_soon(ABORTED)
@@ -367,11 +368,21 @@ class SdWorker(HttplibSim):
             ]
         self.say("[INFO ] stable-diffusion.cpp:1650 - generate_image completed")
 
+    def show_progress(self, step: int, steps: int) -> None:
+        """Draw the bar that grows with every step."""
+        self.say(progress_bar(step, steps, self.step_time))
+
     def begun(self, render: Render) -> None:
         """A rendering got the mutex."""
 
     def finished(self, render: Render) -> None:
         """A rendering gave the mutex back."""
+
+
+def progress_bar(step: int, steps: int, seconds: float) -> str:
+    """The bar that is drawn after a step."""
+    done = 50 * step // steps
+    return f"  |{'=' * done}{' ' * (50 - done)}| {step}/{steps} - {seconds:.2f}s/it"
 
 
 def _unheard(line: str) -> None:
