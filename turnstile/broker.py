@@ -60,7 +60,7 @@ class BrokerStatus(Page):
         engines = state["engines"]
         sd = engines.get(SD, {})
         return {
-            "sd_child_up": bool(sd.get("up")),
+            "sd_child_up": sd.get("pid") is not None,
             "sd": sd,
             "llama": engines.get(LLAMA, {}),
             "vram": state.get("vram"),

@@ -22,7 +22,9 @@ from twisted.web.client import BrowserLikePolicyForHTTPS
 from turnstile import __version__, exitcode
 from turnstile import log as tlog
 from turnstile.arbiter import Arbiter
+from turnstile.broker import BrokerStatus, make_route
 from turnstile.card import Card
+from turnstile.child.listeners import listeners_on
 from turnstile.commands import ShellCommands
 from turnstile.config import Config, ConfigError, Upstream, split_endpoint
 from turnstile.engines.base import Engine
@@ -32,6 +34,7 @@ from turnstile.engines.comfy_free import Memory
 from turnstile.engines.comfyui import ComfyEngine
 from turnstile.engines.llamacpp import LlamaEngine
 from turnstile.engines.ollama import OllamaEngine
+from turnstile.engines.sdserver import SdEngine
 from turnstile.gates import (
     ComfyPolicy,
     EnginePolicy,
@@ -39,6 +42,8 @@ from turnstile.gates import (
     NestedHint,
     NestedOllamaPolicy,
     OllamaPolicy,
+    SdPolicy,
+    SdResource,
 )
 from turnstile.metrics import Metrics
 from turnstile.narrator import Narrator
@@ -47,7 +52,8 @@ from turnstile.proxy.retry import RetryPolicy
 from turnstile.proxy.site import ProxySite
 from turnstile.proxy.upstream import UpstreamPool
 from turnstile.proxy.vigil import Vigil
-from turnstile.status import make_status_tree
+from turnstile.sdlaunch import Spawns, make_launch
+from turnstile.status import StateResource, make_status_tree
 from turnstile.vram.choice import make_vram
 from turnstile.vram.reading import Reading
 from turnstile.warm import Warmer
@@ -74,9 +80,10 @@ class TurnstileService(Service):
 
     :param config: the settings.
     :param reactor: makes connections and tells the time.
+    :param spawner: starts sd-server instead of the real one.
     """
 
-    def __init__(self, config: Config, *, reactor: Any) -> None:
+    def __init__(self, config: Config, *, reactor: Any, spawner: Spawns | None = None) -> None:
         self.config = config
         self._reactor = reactor
         self.arbiter = Arbiter(
@@ -90,6 +97,7 @@ class TurnstileService(Service):
         self.ollama: OllamaEngine | None = None
         self.comfy: ComfyEngine | None = None
         self.llama: LlamaEngine | None = None
+        self.sd: SdEngine | None = None
         self.sites: dict[str, ProxySite] = {}
         self.ports: dict[str, Any] = {}
         self._clients: list[JsonClient] = []
@@ -105,11 +113,11 @@ class TurnstileService(Service):
         self.ready: Deferred[None] = Deferred()
         self._trust_root = _trust_root(config)
         self._listens = {SITES[name]: text for name, text in config.listeners()}
-        self._build()
+        self._build(spawner)
 
     # -- building ---------------------------------------------------------------------------------------------
 
-    def _build(self) -> None:
+    def _build(self, spawner: Spawns | None) -> None:
         config = self.config
         self._build_chat_engines()
         comfy_client: JsonClient | None = None
@@ -140,6 +148,8 @@ class TurnstileService(Service):
             self.card.register(self.comfy)
             self.comfy.add_job_listener(self.metrics.job_done)
             self.comfy.add_memory_listener(self._memory_seen)
+        if config.sd_args is not None:
+            self._build_sd(spawner)
         if self.ollama is not None and self.comfy is not None and config.warm_model:
             self._warmer = Warmer(
                 self.arbiter,
@@ -187,6 +197,29 @@ class TurnstileService(Service):
             )
             self.card.register(self.llama)
 
+    def _build_sd(self, spawner: Spawns | None) -> None:
+        config = self.config
+        launch = make_launch(config, self._reactor, os.environ, spawner)
+        self.sd = SdEngine(
+            self._client("SD_URL", config.sd_url),
+            self._reactor,
+            self.arbiter,
+            self.card,
+            launch,
+            idle=config.sd_idle,
+            load_wait=config.load_wait,
+            stop_grace=config.sd_stop_grace,
+            job_timeout=config.job_timeout,
+            probe_timeout=config.probe_timeout,
+            backoff_initial=config.backoff_initial,
+            backoff_max=config.backoff_max,
+            capture_limit=config.prompt_capture_limit,
+            log_path=launch.log_path,
+            listeners=listeners_on if spawner is None else _nobody,
+        )
+        self.card.register(self.sd)
+        self.sd.add_job_listener(self.metrics.job_done)
+
     def _build_sites(self) -> None:
         config = self.config
         pages = make_status_tree(
@@ -212,6 +245,32 @@ class TurnstileService(Service):
             llama_pool = self._pool(config.llama_url)
             llama_policy = LlamaPolicy(config, self.arbiter, self.card, self.llama, self._reactor)
             self._site("llamacpp", llama_pool, llama_policy, long_forms)
+        if self.sd is not None:
+            sd_pool = self._pool(config.sd_url)
+            sd_policy = SdPolicy(
+                config,
+                self.arbiter,
+                self.card,
+                self.sd,
+                self._reactor,
+                self._guard,
+                self.metrics.job_done,
+            )
+            self._site("sd", sd_pool, sd_policy, long_forms)
+            if "broker" in self._listens:
+                assert self.llama is not None
+                llama = self._resource("broker", llama_pool, llama_policy)
+                sd = self._resource("broker", sd_pool, sd_policy)
+                state = pages[b"/turnstile/state"]
+                assert isinstance(state, StateResource)
+                status = BrokerStatus(state.state)
+                self._add_site(
+                    "broker",
+                    llama,
+                    {**pages, b"/status": status},
+                    route=make_route(llama, sd),
+                    others=[sd],
+                )
 
     def _build_ollama_sites(
         self, engine: OllamaEngine, pool: UpstreamPool, pages: dict[bytes, Any]
@@ -265,7 +324,8 @@ class TurnstileService(Service):
         relays_websockets: bool = False,
     ) -> EngineResource:
         config = self.config
-        return EngineResource(
+        kind = SdResource if isinstance(policy, SdPolicy) else EngineResource
+        return kind(
             pool,
             policy,
             reactor=self._reactor,
@@ -295,7 +355,7 @@ class TurnstileService(Service):
     @property
     def engines(self) -> list[Engine]:
         """The engines that are configured."""
-        engines = (self.ollama, self.llama, self.comfy)
+        engines = (self.ollama, self.llama, self.comfy, self.sd)
         return [engine for engine in engines if engine is not None]
 
     def _reading_seen(self, reading: Reading | None) -> None:
@@ -438,8 +498,8 @@ class TurnstileService(Service):
             timer.cancel()
         self.card.stop()
         self.vram.stop()
-        for engine in self.engines:
-            engine.stop()
+        # Children are gone when this is over: whoever waits for our end may start the next turnstile.
+        yield DeferredList([maybeDeferred(engine.stop) for engine in self.engines])
         for pool in self._pools:
             pool.abort()
         for client in self._clients:
@@ -451,6 +511,8 @@ class TurnstileService(Service):
 
     def hasten(self) -> None:
         """Cut what a stop under way still waits for."""
+        if self.sd is not None:
+            self.sd.hasten()
         self._cut("interrupted once more")
 
     def _cut(self, why: str = "SHUTDOWN_TIMEOUT is over") -> None:
@@ -460,6 +522,10 @@ class TurnstileService(Service):
         _log.warn("answers in progress are cut: {why}", why=why)
         for site in self.sites.values():
             site.abort()
+
+
+def _nobody(port: int) -> tuple[()]:
+    return ()
 
 
 def _trust_root(config: Config) -> Any:
@@ -523,4 +589,6 @@ def _who_may_hold(name: str) -> str:
         return " (Ollama itself may still be on it: move it, e.g. OLLAMA_HOST=127.0.0.1:11435)"
     if name == "comfyui":
         return " (ComfyUI itself may still be on it: move it, e.g. --port 8189)"
+    if name == "llamacpp":
+        return " (llama-server itself may still be on it: move it, e.g. --port 8081)"
     return ""

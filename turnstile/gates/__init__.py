@@ -4,6 +4,7 @@ from turnstile.gates.base import Claim, EnginePolicy, LeaseGate
 from turnstile.gates.comfyui import ComfyPolicy, ImageGate
 from turnstile.gates.llamacpp import LlamaGate, LlamaPolicy
 from turnstile.gates.ollama import LlmGate, NestedGate, NestedHint, NestedOllamaPolicy, OllamaPolicy
+from turnstile.gates.sdserver import SdGate, SdJobGate, SdPolicy, SdResource
 
 __all__ = [
     "Claim",
@@ -18,4 +19,8 @@ __all__ = [
     "NestedHint",
     "NestedOllamaPolicy",
     "OllamaPolicy",
+    "SdGate",
+    "SdJobGate",
+    "SdPolicy",
+    "SdResource",
 ]

@@ -1,0 +1,639 @@
+"""sd-server as a child of a whole turnstile: a real process on the simulated card."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_twisted
+from system_kit import (
+    LOOPBACK,
+    SPEED,
+    Answer,
+    System,
+    completion,
+    drawing,
+    make_config,
+    reactor,
+    running,
+    tick,
+    until,
+)
+from twisted.internet.endpoints import serverFromString
+from twisted.internet.protocol import Factory, Protocol
+
+from turnstile.config import ConfigError
+from turnstile.service import TurnstileService
+from turnstile.sim import GpuHost
+from turnstile.sim.card_server import RemoteProcess
+
+#: Seconds for what a process of Python does, on a machine that has other things to do.
+START = 30.0
+
+
+def child(s: System) -> RemoteProcess:
+    """The only sd-server that is there."""
+    (process,) = [one for one in s.host.cards.alive if one.role == "main"]
+    return process
+
+
+def starts(s: System) -> int:
+    """How often an sd-server was started."""
+    return sum(one.role == "main" for one in s.host.cards.processes)
+
+
+async def until_loading(s: System, number: int = 1) -> RemoteProcess:
+    """Wait for the start of an sd-server."""
+    await until(lambda: starts(s) == number, "an sd-server", START)
+    return child(s)
+
+
+async def until_drawing(s: System) -> RemoteProcess:
+    """Wait for sd-server to draw."""
+    await until(lambda: any(one.rendering for one in s.host.cards.alive), "a drawing", START)
+    return child(s)
+
+
+async def until_gone(s: System, seconds: float = START) -> None:
+    """Wait for the last process of sd-server to be gone, and its memory."""
+    await until(lambda: not s.host.cards.alive, "no sd-server", seconds)
+    await until(lambda: "sd" not in s.host.card.residents, "its memory")
+
+
+def there(pid: int) -> bool:
+    """Whether a process exists."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, 0)
+        return True
+    return False
+
+
+async def observe(s: System, path: str = "/sdapi/v1/progress", to: str = "sd") -> Answer:
+    return await s.request("GET", path, to=to)
+
+
+# -- a day in its life
+
+
+@pytest_twisted.ensureDeferred
+async def test_chat_draw_draw_chat() -> None:
+    async with running(ollama=False, comfy=False, llama=True, sd=True) as s:
+        assert (await s.complete()).status == 200
+        assert s.card.resident == {"llamacpp"}
+        first = await s.draw()
+        assert first.status == 200 and first.json()["images"]
+        assert s.card.resident == {"sd"} and s.host.llama.resident == {}
+        process = child(s)
+        assert (await s.draw(to="sd", prompt="another")).status == 200
+        assert starts(s) == 1 and process.rendered == ["txt2img", "txt2img"]
+        # A chat ends it, and its memory is back before the chat is forwarded.
+        assert (await s.complete()).status == 200
+        assert process.ended is not None and not there(process.pid)
+        record = s.host.llama.requests_for("POST", "/v1/chat/completions")[-1]
+        assert record.time >= process.ended
+        assert s.card.resident == {"llamacpp"}
+
+
+@pytest_twisted.ensureDeferred
+async def test_both_image_engines_and_both_chat_engines() -> None:
+    async with running(llama=True, sd=True) as s:
+        for ask in (s.chat, s.draw, s.complete, s.prompt, s.draw, s.chat):
+            assert (await ask()).status == 200
+        await s.idle()
+        await until(lambda: s.card.resident == {"ollama"})
+        await until_gone(s)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/v1/images/generations", {"prompt": "x", "n": 1}, 200),
+        ("/sdapi/v1/img2img", {"prompt": "x"}, 200),
+        ("/%73dapi/v1/txt2img", {"prompt": "x"}, 200),
+        ("/sdapi/v1/txt2img", {}, 400),
+    ],
+)
+@pytest_twisted.ensureDeferred
+async def test_requests_that_draw_start_it(path: str, body: Any, status: int) -> None:
+    async with running(ollama=False, comfy=False, sd=True) as s:
+        answer = await s.request("POST", path, body, to="sd")
+        assert answer.status == status and starts(s) == 1
+
+
+# -- observation
+
+
+@pytest_twisted.ensureDeferred
+async def test_observation_is_answered_only_while_it_is_up() -> None:
+    async with running(ollama=False, comfy=False, llama=True, sd=True) as s:
+        for path in ("/sdapi/v1/progress", "/sdapi/v1/options", "/sdcpp/v1/jobs/x", "/", "/x"):
+            answer = await observe(s, path)
+            assert answer.status == 503 and "retry-after" not in answer.headers
+            assert answer.json() == {"error": "sd is not loaded", "state": "down"}
+        answer = await observe(s, "/v1/models")
+        assert answer.json()["error"]["message"] == "sd is not loaded"
+        assert starts(s) == 0
+
+        s.host.cards.options["load_time"] = 20.0
+        drawn = s.draw()
+        await until_loading(s)
+        answer = await observe(s)
+        assert answer.json() == {"error": "sd is not loaded", "state": "loading"}
+        await until_drawing(s)
+        answer = await observe(s)
+        assert answer.status == 200 and "progress" in answer.json()
+        assert (await drawn).status == 200
+        assert (await observe(s, "/sdapi/v1/options")).status == 200
+        assert (await observe(s, "/nothing")).status == 404
+
+        assert (await s.complete()).status == 200
+        assert (await observe(s)).status == 503 and starts(s) == 1
+
+
+@pytest_twisted.ensureDeferred
+async def test_polling_does_not_keep_it_alive() -> None:
+    async with running(ollama=False, comfy=False, sd=True, sd_idle=0.5) as s:
+        assert (await s.draw()).status == 200
+        drawn = reactor.seconds()
+        while (await observe(s)).status == 200:
+            assert reactor.seconds() - drawn < START, "it was kept alive"
+            await tick(0.02)
+        await until_gone(s)
+        assert s.card.resident == frozenset() and starts(s) == 1
+        assert reactor.seconds() - drawn >= 0.4
+        # The next one starts a fresh one.
+        assert (await s.draw()).status == 200 and starts(s) == 2
+
+
+@pytest_twisted.ensureDeferred
+async def test_without_an_idle_time_it_stays() -> None:
+    async with running(ollama=False, comfy=False, sd=True, sd_idle=0.0) as s:
+        assert (await s.draw()).status == 200
+        await tick(0.3)
+        assert child(s).alive and (await s.state())["engines"]["sd"]["up"] is True
+
+
+# -- loading
+
+
+@pytest_twisted.ensureDeferred
+async def test_a_crash_while_loading_is_a_502_with_the_end_of_the_log(tmp_path: Path) -> None:
+    async with running(
+        ollama=False, comfy=False, sd=True, backoff_initial=0.2, sd_log_dir=str(tmp_path)
+    ) as s:
+        s.host.sd.faults.crash_loading = 1
+        answer = await s.draw()
+        assert answer.status == 502
+        assert "load tensors from model failed" in answer.json()["error"]
+        assert "load tensors from model failed" in "".join(
+            path.read_text() for path in tmp_path.iterdir()
+        )
+        await until_gone(s)
+        assert (await observe(s)).status == 503
+        # At once it is not tried again …
+        answer = await s.request("POST", "/v1/images/generations", {"prompt": "x"}, to="sd")
+        while answer.status == 503:
+            assert int(answer.headers["retry-after"]) >= 1
+            await tick(0.05)
+            answer = await s.request("POST", "/v1/images/generations", {"prompt": "x"}, to="sd")
+        assert answer.status == 200 and starts(s) == 2
+
+
+@pytest_twisted.ensureDeferred
+async def test_the_loading_goes_on_without_its_client_and_the_next_one_profits() -> None:
+    async with running(ollama=False, comfy=False, sd=True) as s:
+        s.host.cards.options["load_time"] = 20.0
+        wire = await s.wire("sd")
+        wire.send_request("POST", "/sdapi/v1/txt2img", drawing())
+        process = await until_loading(s)
+        wire.reset()
+        await s.idle()
+        assert "sd" in s.card.resident and process.alive
+        assert (await s.draw()).status == 200
+        assert starts(s) == 1 and process.rendered == ["txt2img"]
+
+
+@pytest_twisted.ensureDeferred
+async def test_a_chat_ends_a_loading_whose_client_is_gone() -> None:
+    async with running(ollama=False, comfy=False, llama=True, sd=True) as s:
+        s.host.cards.options["load_time"] = 100_000.0
+        wire = await s.wire("sd")
+        wire.send_request("POST", "/sdapi/v1/txt2img", drawing())
+        process = await until_loading(s)
+        chat = s.complete()
+        await s.until_waiting(llm=1)
+        wire.reset()
+        assert (await chat).status == 200
+        assert not process.alive and not there(process.pid)
+
+
+@pytest_twisted.ensureDeferred
+async def test_one_that_never_listens_is_given_up() -> None:
+    async with running(ollama=False, comfy=False, sd=True, load_wait=3.0) as s:
+        s.host.sd.faults.hang_loading = 1
+        answer = await s.draw()
+        assert answer.status in (502, 504) and "LOAD_WAIT" in answer.json()["error"]
+        await until_gone(s)
+        await s.idle()
+
+
+@pytest_twisted.ensureDeferred
+async def test_several_that_draw_share_one_start_and_go_one_after_another() -> None:
+    async with running(ollama=False, comfy=False, sd=True) as s:
+        answers = [await one for one in [s.draw() for _ in range(4)]]
+        assert [answer.status for answer in answers] == [200] * 4
+        assert starts(s) == 1
+
+
+class Squatter(Protocol):
+    """Somebody else's server."""
+
+    def dataReceived(self, data: bytes) -> None:
+        self.transport.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")  # type: ignore[union-attr]
+
+
+@pytest_twisted.ensureDeferred
+async def test_a_port_that_somebody_else_has_is_never_talked_to() -> None:
+    async with running(ollama=False, comfy=False, sd=True) as s:
+        where = f"tcp:{s.host.sd_port}:interface=127.0.0.1"
+        s.host._reserved.close()  # type: ignore[union-attr]
+        factory = Factory.forProtocol(Squatter)
+        factory.noisy = False
+        port = await serverFromString(reactor, where).listen(factory)
+        answer = await s.draw()
+        assert answer.status in (502, 503)
+        assert str(port.getHost().port) in answer.json()["error"]
+        assert starts(s) == 0
+        assert (await observe(s)).status == 503
+        await port.stopListening()
+        s.host._reserved = socket.socket()
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ("/nonexistent/sd-server", "SD_BIN"),
+        ("no-such-program-anywhere", "PATH"),
+        ("/etc/passwd", "SD_BIN"),
+        ("/etc", "SD_BIN"),
+    ],
+)
+@pytest_twisted.ensureDeferred
+async def test_a_program_that_cannot_be_run_is_told_at_start(program: str, reason: str) -> None:
+    host = GpuHost(reactor, SPEED, ollama=False, comfy=False, sd=True)
+    await host.start()
+    try:
+        config = make_config(host, sd=True, sd_bin=program)
+        with pytest.raises(ConfigError, match=reason):
+            TurnstileService(config, reactor=reactor)
+    finally:
+        await host.stop()
+
+
+@pytest_twisted.ensureDeferred
+async def test_a_log_folder_that_cannot_be_made_is_told_at_start(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    host = GpuHost(reactor, SPEED, ollama=False, comfy=False, sd=True)
+    await host.start()
+    try:
+        config = make_config(host, sd=True, sd_log_dir=str(tmp_path / "file" / "logs"))
+        with pytest.raises(ConfigError, match="SD_LOG_DIR"):
+            TurnstileService(config, reactor=reactor)
+    finally:
+        await host.stop()
+
+
+# -- drawing
+
+
+@pytest_twisted.ensureDeferred
+async def test_a_chat_waits_for_a_drawing_for_so_long() -> None:
+    async with running(ollama=False, comfy=False, llama=True, sd=True, busy_wait=0.3) as s:
+        drawn = s.draw(steps=200)
+        process = await until_drawing(s)
+        answer = await s.complete()
+        assert (answer.status, answer.headers["retry-after"]) == (503, "30")
+        assert process.alive and process.rendering
+        # What does not touch the card is answered meanwhile.
+        assert (await s.request("GET", "/v1/models", to="llamacpp")).status == 200
+        chat = s.complete()
+        assert (await drawn).status == 200
+        assert (await chat).status in (200, 503)
+
+
+@pytest_twisted.ensureDeferred
+async def test_one_that_ends_by_itself_is_noticed_and_started_again() -> None:
+    async with running(ollama=False, comfy=False, sd=True, backoff_initial=0.05) as s:
+        assert (await s.draw()).status == 200
+        child(s).exit(3)
+        await until_gone(s)
+        await until(lambda: "sd" not in s.card.resident)
+        assert s.said("exit code 3")
+        assert (await observe(s)).status == 503
+        answer = await s.draw()
+        while answer.status == 503:
+            await tick(0.05)
+            answer = await s.draw()
+        assert answer.status == 200 and starts(s) == 2
+
+
+@pytest_twisted.ensureDeferred
+async def test_a_drawing_that_fails_leaves_it_up() -> None:
+    async with running(ollama=False, comfy=False, sd=True) as s:
+        s.host.sd.faults.fail_render = 1
+        answer = await s.draw()
+        assert answer.status == 500
+        assert child(s).alive
+
+
+@pytest_twisted.ensureDeferred
+async def test_a_client_that_leaves_gives_the_card_back() -> None:
+    async with running(ollama=False, comfy=False, llama=True, sd=True) as s:
+        wire = await s.wire("sd")
+        wire.send_request("POST", "/sdapi/v1/txt2img", drawing(100_000))
+        process = await until_drawing(s)
+        chat = s.complete()
+        await s.until_waiting(llm=1)
+        wire.close()
+        # It would go on drawing in vain.
+        assert (await chat).status == 200
+        assert not process.alive
+
+
+@pytest_twisted.ensureDeferred
+async def test_one_that_hangs_is_given_up_if_others_wait() -> None:
+    async with running(
+        ollama=False, comfy=False, llama=True, sd=True, job_timeout=0.5, busy_wait=60.0
+    ) as s:
+        s.host.sd.faults.hang_render = 1
+        drawn = s.draw()
+        process = await until_drawing(s)
+        chat = s.complete()
+        assert (await drawn).status == 504
+        assert (await chat).status == 200
+        assert not process.alive
+
+
+# -- jobs
+
+
+async def submit(s: System, kind: str = "img_gen", steps: int = 4, to: str = "sd") -> str:
+    body = drawing(steps, sample_params={"sample_steps": steps})
+    answer = await s.request("POST", f"/sdcpp/v1/{kind}", body, to=to)
+    assert answer.status == 202, answer
+    id_: str = answer.json()["id"]
+    return id_
+
+
+@pytest.mark.parametrize("kind", ["img_gen", "vid_gen"])
+@pytest_twisted.ensureDeferred
+async def test_a_job_has_the_card_until_it_is_done(kind: str) -> None:
+    async with running(ollama=False, comfy=False, llama=True, sd=True, busy_wait=60.0) as s:
+        id_ = await submit(s, kind, 50)
+        process = child(s)
+        chat = s.complete()
+        await s.until_waiting(llm=1)
+        assert (await observe(s, f"/sdcpp/v1/jobs/{id_}")).json()["status"] != "completed"
+        assert (await chat).status == 200
+        assert process.rendered == [kind]
+
+
+@pytest_twisted.ensureDeferred
+async def test_jobs_of_several_clients_go_on_in_their_order() -> None:
+    async with running(ollama=False, comfy=False, sd=True) as s:
+        first = await submit(s, steps=20)
+        second = await submit(s, steps=20)
+        assert first != second
+        await s.idle()
+        for id_ in (first, second):
+            assert (await observe(s, f"/sdcpp/v1/jobs/{id_}")).json()["status"] == "completed"
+
+
+@pytest_twisted.ensureDeferred
+async def test_a_job_that_is_refused_keeps_nothing() -> None:
+    async with running(ollama=False, comfy=False, sd=True) as s:
+        answer = await s.request("POST", "/sdcpp/v1/img_gen", b"{nonsense", to="sd")
+        assert answer.status == 400
+        await s.idle()
+
+
+@pytest_twisted.ensureDeferred
+async def test_a_job_whose_client_leaves_before_the_answer_is_carried_through() -> None:
+    async with running(ollama=False, comfy=False, llama=True, sd=True, busy_wait=60.0) as s:
+        await s.draw()  # it is up
+        s.host.sd.faults.clear()
+        wire = await s.wire("sd")
+        body = drawing(100, sample_params={"sample_steps": 100})
+        wire.send_request("POST", "/sdcpp/v1/img_gen", body)
+        wire.close()
+        process = await until_drawing(s)
+        assert (await s.complete()).status == 200
+        assert process.rendered == ["txt2img", "img_gen"]
+
+
+@pytest_twisted.ensureDeferred
+async def test_a_job_whose_process_dies_gives_the_card_back() -> None:
+    async with running(ollama=False, comfy=False, llama=True, sd=True, busy_wait=60.0) as s:
+        await submit(s, steps=100_000)
+        process = await until_drawing(s)
+        chat = s.complete()
+        await s.until_waiting(llm=1)
+        process.exit(1)
+        assert (await chat).status == 200
+
+
+@pytest_twisted.ensureDeferred
+async def test_a_cancelled_job_gives_the_card_back_at_once() -> None:
+    async with running(ollama=False, comfy=False, llama=True, sd=True, busy_wait=60.0) as s:
+        first = s.draw(steps=300)
+        await until_drawing(s)
+        # Behind a drawing whose client does not wait for it any more, the job stays queued.
+        await first
+        wire = await s.wire("sd")
+        wire.send_request("POST", "/sdapi/v1/txt2img", drawing(400))
+        await until_drawing(s)
+        wire.close()
+        await s.idle()
+        id_ = await submit(s, steps=5)
+        answer = await s.request("POST", f"/sdcpp/v1/jobs/{id_}/cancel", {}, to="sd")
+        if answer.status == 409:
+            pytest.skip("it had begun already")
+        assert answer.status == 200
+        began = reactor.seconds()
+        await s.idle()
+        assert reactor.seconds() - began < 3.0
+
+
+# -- the end
+
+
+@pytest.mark.parametrize("phase", ["loading", "drawing", "idle"])
+@pytest.mark.parametrize("stubborn", [False, True])
+@pytest_twisted.ensureDeferred
+async def test_a_stop_ends_it_with_its_whole_group(phase: str, stubborn: bool) -> None:
+    async with running(
+        ollama=False, comfy=False, sd=True, sd_stop_grace=0.5, shutdown_timeout=0.3
+    ) as s:
+        s.host.sd.faults.grandchild = 1
+        s.host.sd.faults.ignore_sigterm = stubborn
+        if phase == "loading":
+            s.host.cards.options["load_time"] = 100_000.0
+        wire = await s.wire("sd")
+        wire.send_request("POST", "/sdapi/v1/txt2img", drawing(4 if phase == "idle" else 100_000))
+        await until(lambda: len(s.host.cards.alive) == 2, "sd-server and its child", START)
+        if phase == "drawing":
+            await until_drawing(s)
+        elif phase == "idle":
+            await until(lambda: wire.status == 200, "the drawing", START)
+            await s.idle()
+        pids = [one.pid for one in s.host.cards.alive]
+        await s.service.stopService()
+        assert [pid for pid in pids if there(pid)] == []
+        await until_gone(s)
+
+
+@pytest_twisted.ensureDeferred
+async def test_a_stop_that_is_hastened_kills_at_once() -> None:
+    async with running(
+        ollama=False, comfy=False, sd=True, sd_stop_grace=600.0, shutdown_timeout=600.0
+    ) as s:
+        s.host.sd.faults.ignore_sigterm = 1
+        wire = await s.wire("sd")
+        wire.send_request("POST", "/sdapi/v1/txt2img", drawing(100_000))
+        process = await until_drawing(s)
+        stopped = s.service.stopService()
+        await tick(0.05)
+        assert there(process.pid)
+        s.service.hasten()
+        await stopped
+        assert not there(process.pid)
+
+
+# -- the memory
+
+
+@pytest_twisted.ensureDeferred
+async def test_the_memory_of_a_dead_process_is_waited_for() -> None:
+    def probe(host: GpuHost) -> str:
+        return f"{sys.executable} -m turnstile.sim.card_server {host.cards.address}"
+
+    async with running(
+        ollama=False,
+        comfy=False,
+        llama=True,
+        sd=True,
+        host_options={"sd_release_delay": 2.0 * SPEED},
+        vram_probe="command",
+        vram_probe_command=probe,
+        busy_wait=60.0,
+        vram_wait=30.0,
+    ) as s:
+        await until(lambda: s.service.vram.works, "the probe", START)
+        assert (await s.draw()).status == 200
+        assert (await s.complete()).status == 200
+        # Else running() finds the overlap. The driver took two seconds.
+        assert await s.metric("evictions_total", engine="sd", outcome="confirmed") == 1
+        vram = (await s.state())["vram"]
+        assert vram["probe"] == "command" and vram["total"] == s.host.card.total_bytes
+        assert vram["last_wait"]["seconds"] >= 1.0
+
+
+# -- one port for both
+
+
+@pytest_twisted.ensureDeferred
+async def test_the_broker_tells_stadis_story() -> None:
+    async with running(
+        ollama=False, comfy=False, llama=True, sd=True, listen_broker=LOOPBACK, sd_idle=1.0
+    ) as s:
+        assert set(s.service.ports) == {"broker"}
+
+        async def status() -> Any:
+            return (await s.request("GET", "/status", to="broker")).json()
+
+        assert (await status())["sd_child_up"] is False
+        assert (await s.complete(to="broker")).status == 200
+        for _ in range(3):
+            assert (await observe(s, to="broker")).status == 503
+            answer = await s.request("GET", "/v1/models", to="broker")
+            assert answer.status == 200 and answer.json()["object"] == "list"
+        assert starts(s) == 0 and s.card.resident == {"llamacpp"}
+        drawn = s.draw(to="broker", steps=40)
+        await until_drawing(s)
+        assert (await status())["sd_child_up"] is True
+        assert (await observe(s, to="broker")).status == 200
+        # A favicon is no chat.
+        assert (await s.request("GET", "/favicon.ico", to="broker")).status == 404
+        assert (await drawn).status == 200
+        assert (await s.complete(to="broker")).status == 200
+        now = await status()
+        assert now["sd_child_up"] is False and now["resident"] == ["llamacpp"]
+        # After a drawing that nobody follows up it leaves by itself.
+        assert (await s.draw(to="broker")).status == 200
+        await until_gone(s)
+        assert (await status())["sd_child_up"] is False
+        assert starts(s) == 2
+
+
+@pytest_twisted.ensureDeferred
+async def test_the_brokers_pages() -> None:
+    async with running(ollama=False, comfy=False, llama=True, sd=True, listen_broker=LOOPBACK) as s:
+        for path in ("/healthz", "/metrics", "/turnstile/state", "/status"):
+            assert (await s.request("GET", path, to="broker")).status == 200
+        assert (await s.request("POST", "/status", {}, to="broker")).status == 405
+        found = (await s.request("GET", "/status", to="broker")).json()
+        assert {
+            "sd_child_up",
+            "sd",
+            "llama",
+            "vram",
+            "state",
+            "waiting",
+            "resident",
+            "version",
+        } <= set(found)
+        assert found["llama"]["mode"] == "router"
+        assert await s.metric("sd_child_up") == 0
+        assert await s.metric("llama_models", status="unloaded") == 4
+
+
+@pytest_twisted.ensureDeferred
+async def test_a_broker_and_ports_of_their_own() -> None:
+    async with running(
+        ollama=False,
+        comfy=False,
+        llama=True,
+        sd=True,
+        listen_broker=LOOPBACK,
+        listen_sd=LOOPBACK,
+        listen_llama=LOOPBACK,
+    ) as s:
+        assert set(s.service.ports) == {"broker", "sd", "llamacpp"}
+        assert (await s.draw(to="broker")).status == 200
+        assert (await s.draw(to="sd")).status == 200
+        assert (await s.complete(to="llamacpp")).status == 200
+        assert starts(s) == 1
+        for to in ("sd", "llamacpp"):
+            assert (await s.request("GET", "/status", to=to)).status in (404, 503)
+            assert (await s.request("GET", "/turnstile/healthz", to=to)).status == 200
+
+
+@pytest_twisted.ensureDeferred
+async def test_one_connection_to_the_broker_serves_both() -> None:
+    async with running(ollama=False, comfy=False, llama=True, sd=True, listen_broker=LOOPBACK) as s:
+        wire = await s.wire("broker")
+        wire.send_request("GET", "/v1/models")
+        await wire.until(b"llama-3.2-3b")
+        wire.received.clear()
+        wire.send_request("POST", "/sdapi/v1/txt2img", drawing())
+        await until(lambda: wire.status == 200, "the drawing", START)
+        await wire.until(b'"info"')
+        wire.received.clear()
+        body = completion()
+        wire.send_request("POST", "/v1/chat/completions", body)
+        await wire.until(b"[DONE]")
