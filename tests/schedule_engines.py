@@ -11,6 +11,7 @@ from memory_child import MemorySpawner
 from virtual_net import LOCALHOST
 
 from turnstile.config import Upstream
+from turnstile.service import TurnstileService
 from turnstile.sim import SdSim
 from turnstile.sim.graphs import image_graph
 from turnstile.sim.sd_worker import Orders
@@ -64,6 +65,9 @@ class Part:
         """What turnstile's configuration says of it."""
         raise NotImplementedError
 
+    def built(self, service: TurnstileService) -> None:
+        """Turnstile is there, and not started yet."""
+
     def well(self) -> None:
         """Take all faults away and have it up."""
         sim = self.sim
@@ -99,6 +103,10 @@ class Part:
     def load(self) -> None:
         """Somebody else loads a model of a chat engine."""
         raise NotImplementedError
+
+    def own_loads(self) -> list[float]:
+        """When it loaded a model that nobody asked for."""
+        return []
 
     def _switch(self, what: str, switch: str, value: Any) -> Callable[[], None]:
         self.trouble(what)
@@ -196,6 +204,9 @@ class Llama(Part):
     def load(self) -> None:
         self.sim.load("llama-3.2-3b")
 
+    def own_loads(self) -> list[float]:
+        return self.sim.boots if self.sim.single is not None else []
+
     def use(self) -> list[str]:
         body = {"model": "llama-3.2-3b", "prompt": "why", "max_tokens": 3}
         return self._ask("completion", "/v1/completions", body)
@@ -278,6 +289,13 @@ class Sd(Part):
             "load_wait": 30.0,
             "listen_sd": LISTEN,
         }
+
+    def built(self, service: TurnstileService) -> None:
+        engine: Any = service.sd
+        program = ("sd-server", *self.settings()["sd_args"])
+        engine._launch = lambda: self.spawner.spawn(program, None, None)
+        # Who listens on the ports of this machine has nothing to do with it.
+        engine._listeners = lambda port: ()
 
     def _started(self, process: SdSim) -> None:
         ordered(process)

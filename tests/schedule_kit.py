@@ -147,6 +147,8 @@ class System:
             self.world.wait(self.host.start())
             self.host.card.listen(self._card_changed)
             self.service = service = TurnstileService(self.make_config(), reactor=self.world)
+            for part in self.parts.values():
+                part.built(service)
             service.vigil._poll = self.world.poll()
             chance = random.Random(self.seed + 3).random
             for site in service.sites.values():
@@ -455,8 +457,11 @@ def _excuses(schedule: Schedule) -> list[tuple[float, float]]:
     """A job that nobody told turnstile of is noticed within a second; a model not before somebody asks for the card."""
     now = schedule.world.seconds()
     excuses = [(t, t + 1.0) for t in schedule.foreign_jobs]
-    for t, name in schedule.foreign_models:
-        held = [*schedule.system.parts[name].held, (now, 1)]
+    parts = schedule.system.parts
+    loads = [*schedule.foreign_models]
+    loads += [(t, part.name) for part in parts.values() for t in part.own_loads()]
+    for t, name in loads:
+        held = [*parts[name].held, (now, 1)]
         # It has left once nothing is held for a while: one that is being stopped may be loaded again at once.
         left = [u for (u, size), (v, _) in pairwise(held) if not size and v - u > 1.0]
         excuses.append((t, next((end for end in left if end > t), now)))

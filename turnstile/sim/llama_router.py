@@ -195,6 +195,7 @@ class Router(HttplibSim):
         self.ghost_loads = ghost_loads
         self.loads: list[tuple[float, str]] = []
         self.unloads: list[tuple[float, str]] = []
+        self.boots: list[float] = []
         #: Children that had to be killed, and when.
         self.kills: list[tuple[float, str]] = []
         self.active_generations = 0
@@ -241,6 +242,7 @@ class Router(HttplibSim):
             self._exited(instance, instance.child, FAILED)
 
     def boot(self) -> None:
+        self.boots.append(self.clock.seconds())
         if self.single is not None:
             self.begin_load(self.instances[self.single])
 
