@@ -11,7 +11,6 @@ from memory_child import MemorySpawner
 from virtual_net import LOCALHOST
 
 from turnstile.config import Upstream
-from turnstile.service import TurnstileService
 from turnstile.sim import SdSim
 from turnstile.sim.graphs import image_graph
 from turnstile.sim.sd_worker import Orders
@@ -64,9 +63,6 @@ class Part:
     def settings(self) -> dict[str, Any]:
         """What turnstile's configuration says of it."""
         raise NotImplementedError
-
-    def built(self, service: TurnstileService) -> None:
-        """Turnstile is there, and not started yet."""
 
     def well(self) -> None:
         """Take all faults away and have it up."""
@@ -282,20 +278,12 @@ class Sd(Part):
         return {
             "sd_url": Upstream.parse(f"http://{LOCALHOST}:{self.port}"),
             "sd_args": ("--listen-port", str(self.port)),
-            "sd_bin": "/bin/true",
             "sd_log_dir": "/nonexistent",
             "sd_idle": self.IDLE,
             "sd_stop_grace": 3.0,
             "load_wait": 30.0,
             "listen_sd": LISTEN,
         }
-
-    def built(self, service: TurnstileService) -> None:
-        engine: Any = service.sd
-        program = ("sd-server", *self.settings()["sd_args"])
-        engine._launch = lambda: self.spawner.spawn(program, None, None)
-        # Who listens on the ports of this machine has nothing to do with it.
-        engine._listeners = lambda port: ()
 
     def _started(self, process: SdSim) -> None:
         ordered(process)

@@ -146,9 +146,11 @@ class System:
         with self._patched():
             self.world.wait(self.host.start())
             self.host.card.listen(self._card_changed)
-            self.service = service = TurnstileService(self.make_config(), reactor=self.world)
-            for part in self.parts.values():
-                part.built(service)
+            self.service = service = TurnstileService(
+                self.make_config(),
+                reactor=self.world,
+                spawner=sd.spawner if isinstance(sd := self.parts.get("sd"), Sd) else None,
+            )
             service.vigil._poll = self.world.poll()
             chance = random.Random(self.seed + 3).random
             for site in service.sites.values():
