@@ -163,6 +163,7 @@ class TurnstileService(Service):
         self.vram.add_reading_listener(self._reading_seen)
         self.vram.add_wait_listener(self.metrics.memory_waited)
         self.card.memory = self.vram
+        self.metrics.watch(self.engines)
         self._build_sites()
 
     def _build_chat_engines(self) -> None:
