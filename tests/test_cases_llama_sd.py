@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import json
+import shlex
+import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_twisted
+import schedule_clients
+from child_kit import runs
+from program_kit import Program, post
+from schedule_clients import Leave
+from schedule_kit import System
 from system_kit import (
     LLAMA_MODEL,
     SPEED,
     completion,
+    drawing,
     pieces,
     reactor,
     running,
     tick,
     until,
 )
+from twisted.internet.defer import Deferred
+
+from turnstile.sim import GpuHost
+from turnstile.sim.graphs import sleep_graph
 
 OTHER = "qwen3-8b"
 
@@ -160,8 +173,6 @@ async def test_what_llama_says_of_its_health_is_not_tried_again(status: int) -> 
 @pytest_twisted.ensureDeferred
 async def test_a_chat_waits_for_an_image_for_so_long() -> None:
     async with running(llama=True, busy_wait=0.3, llm_wait_timeout=60.0) as s:
-        from turnstile.sim.graphs import sleep_graph
-
         await s.queue(sleep_graph(30))
         began = reactor.seconds()
         answer = await s.complete()
@@ -226,3 +237,179 @@ async def test_the_key_is_sent_with_our_own_calls_only() -> None:
         assert s.host.llama.resident == {}
         assert not s.said("s3cret")
         await tick()
+
+
+# -- A01: an idle release and a request meet
+
+
+def virtual(**config: Any) -> System:
+    """llama.cpp and sd-server in virtual time."""
+    return System(1, config, engines=("llamacpp", "sd"))
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a01_requests_at_the_moment_of_the_idle_release(leaves: bool) -> None:
+    system = virtual(sd_idle=1.0)
+    world = system.world
+    drawn = drawing(2)
+    # Loading, and drawing two steps.
+    longest = 2.0 + 0.2 + 0.2 + 0.3 + 1.0
+
+    async def rounds() -> None:
+        for number in range(200):
+            if leaves and number % 3 == 0:
+                # Another one is gone before it gets an answer.
+                leave = Leave("sent", system.rng.uniform(0.0, 0.1), True)
+                await system.call("sd", "POST", "/sdapi/v1/txt2img", drawn, leave)
+            began = world.seconds()
+            answer = await system.call("sd", "POST", "/sdapi/v1/txt2img", drawn)
+            assert (answer.status, answer.complete) == (200, True), (number, answer)
+            assert world.seconds() - began <= longest, number
+            await system.sleep(1.0 + system.rng.uniform(-0.05, 0.05))
+        # Whoever comes then gets through as well.
+        answer = await system.call("llamacpp", "POST", "/v1/chat/completions", completion())
+        assert answer.status == 200 and answer.complete
+
+    with system.running():
+        world.wait(Deferred.fromCoroutine(rounds()), 10_000.0)
+        assert system.failures == []
+        assert system.host.card.overlaps == []
+        # Both happened, often.
+        starts = len(system.host.sd.processes)
+        assert 20 < starts < 180, starts
+        # Those who left are counted as such, never as answered.
+        value = system.service.metrics.registry.get_sample_value
+        name = "gpu_turnstile_requests_total"
+        assert value(name, {"engine": "sd", "status": "200"}) == 200
+        assert (value(name, {"engine": "sd", "status": "none"}) or 0) == (67 if leaves else 0)
+        assert system.unrest() == []
+        assert system.stop() == []
+
+
+# -- B01: who is counted as busy
+
+
+@pytest_twisted.ensureDeferred
+async def test_b01_whatever_ends_a_connection_it_counts_no_more() -> None:
+    async with running(ollama=False, comfy=False, sd=True, sd_idle=0.3) as s:
+        wires = [await s.wire("sd") for _ in range(6)]
+        for wire in wires:
+            wire.send_request("POST", "/sdapi/v1/txt2img", drawing(20))
+        await until(lambda: any(p.rendering for p in s.host.cards.alive), "a drawing", 30.0)
+        wires[3].reset()
+        wires[4].reset()
+        wires[5].half_close()
+        for wire in wires[:3]:
+            await until(lambda wire=wire: b'"info"' in wire.received, "a drawing", 30.0)
+        began = reactor.seconds()
+        await s.idle()
+        assert reactor.seconds() - began < 1.0
+        snapshot = (await s.state())["engines"]["sd"]
+        assert snapshot["generations"] == 0
+        # The connections stay open, and idle.
+        await until(lambda: not s.host.cards.alive, "the idle release", 10.0)
+        assert [wire.lost for wire in wires[:3]] == [None] * 3
+
+
+# -- E03: an error ends the whole server
+
+
+@pytest_twisted.ensureDeferred
+async def test_e03_a_server_that_ends_before_it_answers() -> None:
+    async with running(ollama=False, comfy=False, llama=True, sd=True) as s:
+        s.host.sd.faults.exit_in_render = 1
+        answer = await s.draw()
+        assert answer.status == 502 and "closed the connection" in answer.json()["error"]
+        await s.idle()
+        assert (await s.complete()).status == 200
+        assert (await s.draw()).status == 200
+
+
+@pytest.mark.parametrize("path", ["/sdapi/v1/txt2img", "/v1/images/generations"])
+@pytest_twisted.ensureDeferred
+async def test_e03_a_server_that_ends_in_its_answer(path: str) -> None:
+    async with running(
+        ollama=False, comfy=False, llama=True, sd=True, sd_options={"image_bytes": 50_000_000}
+    ) as s:
+        wire = await s.wire("sd")
+        wire.send_request("POST", path, drawing(1))
+        await until(lambda: wire.received, "the answer", 30.0)
+        wire.transport.pauseProducing()
+        s.host.cards.alive[0].exit(1)
+        await until(lambda: not s.host.cards.alive, "its end", 30.0)
+        wire.transport.resumeProducing()
+        await wire.closed()
+        head, _, body = bytes(wire.received).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200 ")
+        (length,) = [line for line in head.split(b"\r\n") if line.lower().startswith(b"content-le")]
+        assert len(body) < int(length.split(b":")[1]), "a cut answer looks whole"
+        await s.idle()
+        assert (await s.complete()).status == 200
+
+
+# -- stadi's two war stories
+
+
+def test_the_idle_timer_is_armed_from_the_end_of_a_drawing(monkeypatch: Any) -> None:
+    """Five minutes after it was asked for, a cold drawing of ten is not half done."""
+    monkeypatch.setattr(schedule_clients, "PATIENCE", 5000.0)
+    system = virtual(sd_idle=300.0, load_wait=900.0, job_timeout=3600.0, busy_wait=3600.0)
+    world = system.world
+    system.host.sd.options |= {"load_time": 400.0, "step_time": 25.4}
+
+    async def story() -> None:
+        answer = await system.call("sd", "POST", "/sdapi/v1/txt2img", drawing(20))
+        assert (answer.status, answer.complete) == (200, True)
+        assert world.seconds() > 900.0
+        (process,) = system.host.sd.processes
+        await system.sleep(299.0)
+        assert process.exit_status is None
+        # Whoever watches meanwhile changes nothing.
+        answer = await system.call("sd", "GET", "/sdapi/v1/progress")
+        assert answer.status == 200
+        await system.sleep(1.5)
+        assert process.exit_status is not None
+        assert system.host.card.used == 0
+        # One that takes longer than that, without a cold start before it.
+        system.host.sd.options |= {"load_time": 2.0, "step_time": 50.0}
+        answer = await system.call("sd", "POST", "/sdapi/v1/txt2img", drawing(20))
+        assert answer.status == 200
+        assert len(system.host.sd.processes) == 2
+
+    with system.running():
+        world.wait(Deferred.fromCoroutine(story()), 10_000.0)
+        assert system.failures == []
+        assert system.stop() == []
+
+
+@pytest_twisted.ensureDeferred
+async def test_a_restart_leaves_nothing_behind(tmp_path: Path) -> None:
+    """stadi's second: the child has a group of its own, so that it does not end with its parent by itself."""
+    host = GpuHost(reactor, SPEED, ollama=False, comfy=False, sd=True)
+    await host.start()
+    program, *arguments = host.sd_command
+    options = [
+        f"--sd-bin={program}",
+        f"--sd-args={shlex.join(arguments)}",
+        f"--sd={host.sd_url}",
+        f"--sd-log-dir={tmp_path}",
+        "--listen-sd=127.0.0.1:0",
+        "--loglevel=info",
+    ]
+    run = None
+    try:
+        for number in (1, 2):
+            run = Program(tmp_path, *options)
+            port = await run.port("sd")
+            code, _ = await post(port, "/sdapi/v1/txt2img", drawing())
+            assert code == 200
+            (process,) = host.cards.alive
+            run.process.send_signal(signal.SIGTERM)
+            assert await run.ended(30.0) == 0
+            assert not runs(process.pid)
+            await until(lambda: host.card.used == 0, "its memory")
+            assert len(host.cards.processes) == number
+    finally:
+        if run is not None:
+            await run.kill()
+        await host.stop()

@@ -462,7 +462,7 @@ async def test_a_cancelled_job_gives_the_card_back_at_once() -> None:
         began = reactor.seconds()
         await s.idle()
         assert reactor.seconds() - began < 0.9
-        assert (await s.state())["counters"]["job_outcomes"] == {"success": 1, "deleted": 1}
+        assert (await s.state())["counters"]["job_outcomes"] == {"success": 1, "cancelled": 1}
 
 
 # -- the end
