@@ -26,6 +26,7 @@ import treq
 from engine_kit import clean, reactor, until
 from tiny_gguf import write_model
 from twisted.internet.defer import Deferred
+from twisted.internet.protocol import ClientFactory, Protocol
 from twisted.internet.task import deferLater
 from twisted.web.client import Agent, HTTPConnectionPool
 
@@ -129,8 +130,53 @@ def serving(tmp_path: Path, *args: str, **environment: str) -> Iterator[Server]:
         guard.done()
 
 
+class Wire(Protocol):
+    """A chat on a connection of its own, which ends when the test says so."""
+
+    def __init__(self, body: object, conversation: str) -> None:
+        data = json.dumps(body).encode()
+        lines = [
+            "POST /v1/chat/completions HTTP/1.1",
+            "Host: localhost",
+            "Content-Type: application/json",
+            f"Content-Length: {len(data)}",
+            "Connection: close",
+            *([f"X-Conversation-Id: {conversation}"] if conversation else []),
+        ]
+        self.request = "\r\n".join([*lines, "", ""]).encode() + data
+        self.answer = b""
+        self.ended: Deferred[None] = Deferred()
+
+    def connectionMade(self) -> None:
+        self.transport.write(self.request)  # type: ignore[union-attr]
+
+    def dataReceived(self, data: bytes) -> None:
+        self.answer += data
+
+    def connectionLost(self, reason: Any = None) -> None:
+        self.ended.callback(None)
+
+    def abort(self) -> None:
+        """The client leaves."""
+        if self.transport is not None:
+            self.transport.abortConnection()  # type: ignore[attr-defined]
+
+
+class Once(ClientFactory):
+    """Connects one wire."""
+
+    noisy = False
+
+    def __init__(self, wire: Wire) -> None:
+        self.wire = wire
+
+    def buildProtocol(self, addr: object) -> Wire:
+        return self.wire
+
+
 class Rig:
     def __init__(self, server: Server, engine: LlamaEngine, card: Card) -> None:
+        self.wires: list[Wire] = []
         self.server = server
         self.engine = engine
         self.card = card
@@ -146,18 +192,14 @@ class Rig:
         )
         return response.code, await response.content()
 
-    def start(self, target: str, **body: Any) -> Deferred[Any]:
-        """The same, not waited for."""
-        headers = body.pop("headers", {})
-        d = Deferred.fromCoroutine(self.ask("POST", target, body, **headers))
-        d.addErrback(lambda _: None)
-        return d
-
-    def chat(self, model: str, tokens: int, **more: Any) -> Deferred[Any]:
+    def chat(self, model: str, tokens: int, conversation: str = "", **more: Any) -> Wire:
+        """Ask for an answer of so many tokens."""
         messages = [{"role": "user", "content": "hello there"}]
-        return self.start(
-            "/v1/chat/completions", model=model, messages=messages, max_tokens=tokens, **more
-        )
+        body = {"model": model, "messages": messages, "max_tokens": tokens, **more}
+        wire = Wire(body, conversation)
+        reactor.connectTCP("127.0.0.1", int(self.server.url.rpartition(":")[2]), Once(wire))
+        self.wires.append(wire)
+        return wire
 
     async def statuses(self) -> dict[str, str]:
         _, body = await self.ask("GET", "/models")
@@ -170,9 +212,8 @@ class Rig:
             await deferLater(reactor, 0.02)
 
     async def generating(self, model: str) -> bool:
-        _, body = await self.ask("GET", f"/slots?model={model}&autoload=false")
-        slots = json.loads(body)
-        return isinstance(slots, list) and any(slot["is_processing"] for slot in slots)
+        status, body = await self.ask("GET", f"/slots?model={model}&autoload=false")
+        return status == 200 and any(slot["is_processing"] for slot in json.loads(body))
 
     async def begins(self, model: str) -> None:
         """Wait until it computes an answer."""
@@ -208,9 +249,12 @@ async def rig(
         }
         engine = LlamaEngine(client, reactor, card, **options)
         card.register(engine)
+        made = Rig(server, engine, card)
         try:
-            yield Rig(server, engine, card)
+            yield made
         finally:
+            for wire in made.wires:
+                wire.abort()
             engine.stop()
             await client.close()
     await until(clean, 60.0)
@@ -293,9 +337,9 @@ async def test_loaded_models_leave(tmp_path: Path, models: Path) -> None:
     async with rig(tmp_path, *router(models)) as it:
         await it.engine.start()
         assert not it.card.resident and it.engine.snapshot()["mode"] == "router"
-        assert it.engine.snapshot()["events"]
-        await it.chat("small", 2)
-        await it.chat("heavy", 2)
+        await until(lambda: it.engine.snapshot()["events"], 30.0)
+        await it.chat("small", 2).ended
+        await it.chat("heavy", 2).ended
         # They came past turnstile; the events told it.
         await until(lambda: it.card.resident == {"llamacpp"}, 60.0)
         assert len(it.server.children()) == 2
@@ -323,10 +367,10 @@ async def test_after_an_aborted_chat_it_leaves_without_being_killed(
     tmp_path: Path, models: Path
 ) -> None:
     async with rig(tmp_path, *router(models)) as it:
-        for _ in range(5):
-            chat = it.chat("heavy", 400)
+        for _ in range(3):
+            chat = it.chat("heavy", 400, stream=True)
             await it.begins("heavy")
-            chat.cancel()
+            chat.abort()
             it.engine.note_aborted()
             assert await it.engine.evict() is Eviction.CONFIRMED
             assert it.server.children() == []
@@ -334,12 +378,26 @@ async def test_after_an_aborted_chat_it_leaves_without_being_killed(
 
 
 @pytest_twisted.ensureDeferred
+async def test_an_aborted_answer_in_one_piece_costs_the_routers_own_time_out(
+    tmp_path: Path, models: Path
+) -> None:
+    """The router does not notice that the client has gone."""
+    async with rig(tmp_path, *router(models)) as it:
+        chat = it.chat("heavy", 480)
+        await it.begins("heavy")
+        chat.abort()
+        it.engine.note_aborted()
+        assert await it.engine.evict() is Eviction.CONFIRMED
+        assert it.server.children() == []
+
+
+@pytest_twisted.ensureDeferred
 async def test_a_conversation_without_client_is_ended_first(tmp_path: Path, models: Path) -> None:
     async with rig(tmp_path, *router(models)) as it:
         name = "a conversation/with::signs"
-        chat = it.chat("heavy", 400, stream=True, headers={"X_Conversation_Id": name})
+        chat = it.chat("heavy", 400, conversation=name, stream=True)
         await it.begins("heavy")
-        chat.cancel()
+        chat.abort()
         await deferLater(reactor, 1.0)
         assert await it.generating("heavy")  # though nobody listens
         it.engine.note_aborted(name)
@@ -368,7 +426,7 @@ async def test_an_aborted_request_that_waited_for_another_model(
         await it.begins("heavy")
         second = it.chat("small", 2)
         await deferLater(reactor, 0.3)
-        second.cancel()
+        second.abort()
         it.engine.note_aborted()
         assert await it.engine.evict() is Eviction.CONFIRMED
         assert it.server.children() == []
@@ -380,7 +438,7 @@ async def test_an_aborted_request_that_waited_for_another_model(
 @pytest_twisted.ensureDeferred
 async def test_sleeping_models(tmp_path: Path, models: Path) -> None:
     async with rig(tmp_path, *router(models, "--sleep-idle-seconds", "1")) as it:
-        await it.chat("heavy", 2)
+        await it.chat("heavy", 2).ended
         [pid] = it.server.children()
         assert it.server.resident(pid) > HEAVY
         await it.becomes("heavy", "sleeping")
@@ -404,7 +462,8 @@ async def test_sleeping_models(tmp_path: Path, models: Path) -> None:
 async def test_an_api_key(tmp_path: Path, models: Path) -> None:
     async with rig(tmp_path, *router(models), key="a-secret") as it:
         await it.engine.start()
-        assert not it.card.resident and it.engine.snapshot()["events"]
+        assert not it.card.resident
+        await until(lambda: it.engine.snapshot()["events"], 30.0)
         key = {"Authorization": "Bearer a-secret"}
         assert (await it.ask("POST", "/models/load", {"model": "small"}, **key))[0] == 200
         await it.engine.loaded()
@@ -425,7 +484,7 @@ async def test_one_model_that_sleeps(tmp_path: Path, models: Path) -> None:
     async with rig(tmp_path, *single(models, "--sleep-idle-seconds", "2", "--metrics")) as it:
         await it.engine.start()
         assert it.engine.snapshot()["mode"] in ("single model", None)
-        await it.chat("heavy", 2)
+        await it.chat("heavy", 2).ended
         assert it.server.resident() > HEAVY
         assert await it.engine.evict() is Eviction.CONFIRMED
         # It does not say so before the memory is free.
@@ -444,7 +503,7 @@ async def test_one_model_that_sleeps(tmp_path: Path, models: Path) -> None:
 @pytest_twisted.ensureDeferred
 async def test_one_model_that_does_not_sleep(tmp_path: Path, models: Path) -> None:
     async with rig(tmp_path, *single(models), unload_timeout=2.0) as it:
-        await it.chat("heavy", 2)
+        await it.chat("heavy", 2).ended
         assert await it.engine.evict() is Eviction.TIMED_OUT
         assert it.server.resident() > HEAVY
 

@@ -1,18 +1,30 @@
 """What a request that was cut off may still do to a llama.cpp server, and for how long that has to be reckoned with.
 
-Seen at the real server: for a moment its process goes on computing, and a router then cannot end it before its own
-time-out. A request that waits for another model to leave loads its own as soon as that is gone, even if its client left
-meanwhile. One that carries a conversation id goes on generating when its client is gone, until it is told to stop.
+Seen at the real server: behind a router a stream is given up with the next token that cannot be delivered, and an
+answer in one piece is computed to its end. Told to end meanwhile, the model's process hangs until the router kills it
+(10 s by default), so it is worth waiting a little to see whether it stops by itself. A request that waits for another
+model to leave loads its own as soon as that is gone, even if its client left meanwhile. One that carries a conversation
+id goes on generating when its client is gone, until it is told to stop.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Generator, Iterable
+from typing import Any
+from urllib.parse import quote
 
+from twisted.internet.defer import Deferred, inlineCallbacks
 from twisted.internet.interfaces import IReactorTime
 
-#: Seconds after an abort until a model is told to leave: before that its process may still be computing.
+from turnstile.engines.client import ClientError, HttpError, JsonClient
+
+#: Seconds after an abort until a model is told to leave: most have stopped computing by then.
 ABORT_PAUSE = 0.25
+#: Seconds for which one that still computes is left to end by itself, between looks at it, and that one may take.
+BUSY_WAIT = 1.5
+BUSY_LOOK = 0.1
+BUSY_LOOK_TIMEOUT = 1.0
 #: Seconds after an abort in which an empty list of models is not believed: one may be about to load …
 SETTLE_TIME = 0.5
 #: … and for which a list must stay empty that was not, if a request was aborted lately.
@@ -83,3 +95,43 @@ class Aborts:
 
     def _age(self) -> float:
         return math.inf if self._latest is None else self._clock.seconds() - self._latest
+
+
+class Stragglers:
+    """During one eviction: whether models still compute for clients that left."""
+
+    def __init__(self, client: JsonClient, clock: IReactorTime) -> None:
+        self._client = client
+        self._clock = clock
+        self._until = clock.seconds() + BUSY_WAIT
+        self._next = 0.0
+        self._gone = False
+
+    @inlineCallbacks
+    def gone(self, models: Iterable[str]) -> Generator[Deferred[Any], Any, bool]:
+        """Whether none of ``models`` computes any more, or has for too long.
+
+        They must be loaded: the question would wake one that sleeps.
+        """
+        now = self._clock.seconds()
+        self._gone = self._gone or now >= self._until
+        if self._gone or now < self._next:
+            return self._gone
+        self._next = now + BUSY_LOOK
+        for name in models:
+            if (yield self._computes(name)):
+                return False
+        self._gone = True
+        return True
+
+    @inlineCallbacks
+    def _computes(self, model: str) -> Generator[Deferred[Any], Any, bool]:
+        path = f"/slots?model={quote(model, safe='')}&autoload=false"
+        try:
+            slots = yield self._client.get_json(path, BUSY_LOOK_TIMEOUT)
+        except HttpError:
+            return False  # there is no such page, or the model has left
+        except ClientError:
+            return True  # it is too busy to answer
+        entries = slots if isinstance(slots, list) else ()
+        return any(isinstance(slot, dict) and slot.get("is_processing") is True for slot in entries)

@@ -87,7 +87,7 @@ class Mode(enum.Enum):
 
 #: What a model's status is while nothing of it is on the card. All else, unknown words too, counts as loaded.
 _ABSENT = frozenset({"unloaded", "downloading", "downloaded"})
-LOADING = "loading"
+LOADING, LOADED = "loading", "loaded"
 _SLEEP_FLAG = "--sleep-idle-seconds"
 
 
@@ -111,7 +111,15 @@ class Models:
     @property
     def loading(self) -> frozenset[str]:
         """The models that are being loaded."""
-        return frozenset(name for name, status in self.statuses.items() if status == LOADING)
+        return self._that_are(LOADING)
+
+    @property
+    def loaded(self) -> frozenset[str]:
+        """The models that are ready for work, or at it."""
+        return self._that_are(LOADED)
+
+    def _that_are(self, status: str) -> frozenset[str]:
+        return frozenset(name for name, value in self.statuses.items() if value == status)
 
 
 def parse_models(answer: object) -> Models:

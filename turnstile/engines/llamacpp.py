@@ -21,7 +21,7 @@ from turnstile.card import LOADED_ELSEWHERE, Card, Eviction
 from turnstile.commands import Commands
 from turnstile.engines.base import Admission
 from turnstile.engines.client import ClientError, HttpError, JsonClient, Unreachable
-from turnstile.engines.llama_aborts import Aborts
+from turnstile.engines.llama_aborts import Aborts, Stragglers
 from turnstile.engines.llama_events import RouterEvents
 from turnstile.engines.llama_routes import Mode, Models, classify, parse_models
 from turnstile.engines.llama_single import SingleServer, StartFailed, is_loading
@@ -346,6 +346,7 @@ class LlamaEngine:
         for conversation in self._aborts.take_conversations():
             unloader.end_conversation(conversation)
         leaving = self.single.leave(deadline)
+        stragglers = Stragglers(self._client, clock) if self._aborts.recent else None
         delay = FIRST_DELAY
         empty_since: float | None = None
         seen = answered = False
@@ -378,7 +379,9 @@ class LlamaEngine:
                     if held:
                         seen, empty_since = True, None
                         if self.mode is Mode.ROUTER:
-                            if self._aborts.may_unload:
+                            if self._aborts.may_unload and (
+                                stragglers is None or (yield stragglers.gone(self._awake()))
+                            ):
                                 unloader.ask(held)
                         elif not (yield leaving.push()):
                             return Eviction.TIMED_OUT
@@ -400,6 +403,10 @@ class LlamaEngine:
         finally:
             unloader.cancel()
             leaving.over()
+
+    def _awake(self) -> list[str]:
+        models = self._models
+        return [] if models is None else sorted(models.loaded)
 
     @property
     def mode(self) -> Mode | None:
