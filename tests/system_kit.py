@@ -30,6 +30,7 @@ from turnstile import log as tlog
 from turnstile.config import Config, Upstream
 from turnstile.service import TurnstileService
 from turnstile.sim import GpuHost
+from turnstile.sim.card_server import RemoteProcess
 from turnstile.sim.graphs import image_graph
 
 reactor: Any = _reactor
@@ -39,6 +40,8 @@ LOOPBACK = "tcp:0:interface=127.0.0.1"
 LLAMA_MODEL = "llama-3.2-3b"
 #: Seconds after which something counts as never coming.
 PATIENCE = 10.0
+#: The same for a program that has to start, on a machine that has other things to do.
+START = 30.0
 #: What two clocks read apart; intervals are compared with it.
 EPSILON = 0.002
 
@@ -231,6 +234,10 @@ class System:
         """An image of sd-server's that is under way."""
         return self.later("POST", "/sdapi/v1/txt2img", drawing(steps, **more), to)
 
+    def observe(self, path: str = "/sdapi/v1/progress", to: str = "sd") -> Deferred[Answer]:
+        """A look at sd-server, which must not start it."""
+        return self.later("GET", path, to=to)
+
     def prompt(self, graph: Any = None, path: str = "/prompt", **more: Any) -> Deferred[Answer]:
         """A prompt that is under way."""
         body = {"prompt": image_graph() if graph is None else graph, **more}
@@ -266,6 +273,32 @@ class System:
             if line.rpartition(" ")[0] == wanted:
                 return float(line.rpartition(" ")[2])
         return 0.0
+
+    # -- the processes of sd-server
+
+    def sd_child(self) -> RemoteProcess:
+        """The only one that is there."""
+        (process,) = [one for one in self.host.cards.alive if one.role == "main"]
+        return process
+
+    def sd_starts(self) -> int:
+        """How many there have been."""
+        return sum(one.role == "main" for one in self.host.cards.processes)
+
+    async def until_sd_loads(self) -> RemoteProcess:
+        """Wait for the first one."""
+        await until(lambda: self.sd_starts() == 1, "an sd-server", START)
+        return self.sd_child()
+
+    async def until_sd_draws(self) -> RemoteProcess:
+        """Wait for it to draw."""
+        await until(lambda: any(p.rendering for p in self.host.cards.alive), "a drawing", START)
+        return self.sd_child()
+
+    async def until_sd_gone(self) -> None:
+        """Wait for the last one to be gone, and its memory."""
+        await until(lambda: not self.host.cards.alive, "no sd-server", START)
+        await until(lambda: "sd" not in self.host.card.residents, "its memory")
 
     # -- what can be waited for
 

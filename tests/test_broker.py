@@ -8,7 +8,7 @@ import pytest
 import pytest_twisted
 from hypothesis import given
 from hypothesis import strategies as st
-from system_kit import LLAMA_MODEL, LOOPBACK, completion, running, tick, until
+from system_kit import LOOPBACK, START, completion, drawing, running, until
 
 from turnstile.broker import LLAMA, SD, broker_route
 
@@ -74,3 +74,99 @@ def test_a_request_has_one_owner_however_it_is_spelled(
     tail = rest.replace(b"?", b"").replace(b"%", b"")
     assert broker_route(b"/" + spelled + tail) == SD
     assert broker_route(b"/nobody?" + rest) == LLAMA
+
+
+# -- one port for both
+
+
+@pytest_twisted.ensureDeferred
+async def test_the_broker_tells_stadis_story() -> None:
+    async with running(
+        ollama=False, comfy=False, llama=True, sd=True, listen_broker=LOOPBACK, sd_idle=1.0
+    ) as s:
+        assert set(s.service.ports) == {"broker"}
+
+        async def status() -> Any:
+            return (await s.request("GET", "/status", to="broker")).json()
+
+        assert (await status())["sd_child_up"] is False
+        assert (await s.complete(to="broker")).status == 200
+        for _ in range(3):
+            assert (await s.observe(to="broker")).status == 503
+            answer = await s.request("GET", "/v1/models", to="broker")
+            assert answer.status == 200 and answer.json()["object"] == "list"
+        assert s.sd_starts() == 0 and s.card.resident == {"llamacpp"}
+        drawn = s.draw(to="broker", steps=40)
+        await s.until_sd_draws()
+        assert (await status())["sd_child_up"] is True
+        assert (await s.observe(to="broker")).status == 200
+        # A favicon is no chat.
+        assert (await s.request("GET", "/favicon.ico", to="broker")).status == 404
+        assert (await drawn).status == 200
+        assert (await s.complete(to="broker")).status == 200
+        now = await status()
+        assert now["sd_child_up"] is False and now["resident"] == ["llamacpp"]
+        # After a drawing that nobody follows up it leaves by itself.
+        assert (await s.draw(to="broker")).status == 200
+        await s.until_sd_gone()
+        assert (await status())["sd_child_up"] is False
+        assert s.sd_starts() == 2
+
+
+@pytest_twisted.ensureDeferred
+async def test_the_brokers_pages() -> None:
+    async with running(ollama=False, comfy=False, llama=True, sd=True, listen_broker=LOOPBACK) as s:
+        for path in ("/healthz", "/metrics", "/turnstile/state", "/status"):
+            assert (await s.request("GET", path, to="broker")).status == 200
+        assert (await s.request("POST", "/status", {}, to="broker")).status == 405
+        found = (await s.request("GET", "/status", to="broker")).json()
+        assert {
+            "sd_child_up",
+            "sd",
+            "llama",
+            "vram",
+            "state",
+            "waiting",
+            "resident",
+            "version",
+        } <= set(found)
+        assert found["llama"]["mode"] == "router"
+        assert await s.metric("sd_child_up") == 0
+        assert await s.metric("llama_models", status="unloaded") == 4
+
+
+@pytest_twisted.ensureDeferred
+async def test_a_broker_and_ports_of_their_own() -> None:
+    async with running(
+        ollama=False,
+        comfy=False,
+        llama=True,
+        sd=True,
+        listen_broker=LOOPBACK,
+        listen_sd=LOOPBACK,
+        listen_llama=LOOPBACK,
+    ) as s:
+        assert set(s.service.ports) == {"broker", "sd", "llamacpp"}
+        assert (await s.draw(to="broker")).status == 200
+        assert (await s.draw(to="sd")).status == 200
+        assert (await s.complete(to="llamacpp")).status == 200
+        assert s.sd_starts() == 1
+        for to in ("sd", "llamacpp"):
+            assert (await s.request("GET", "/status", to=to)).status in (404, 503)
+            assert (await s.request("GET", "/turnstile/healthz", to=to)).status == 200
+
+
+@pytest_twisted.ensureDeferred
+async def test_one_connection_to_the_broker_serves_both() -> None:
+    async with running(ollama=False, comfy=False, llama=True, sd=True, listen_broker=LOOPBACK) as s:
+        wire = await s.wire("broker")
+        wire.send_request("GET", "/v1/models")
+        await wire.until(b"llama-3.2-3b")
+        wire.received.clear()
+        wire.send_request("POST", "/sdapi/v1/txt2img", drawing())
+        await until(lambda: wire.status == 200, "the drawing", START)
+        await wire.until(b'"info"')
+        wire.received.clear()
+        body = completion()
+        wire.send_request("POST", "/v1/chat/completions", body)
+        await wire.until(b"[DONE]")

@@ -14,11 +14,9 @@ import treq
 from child_kit import runs
 from system_kit import (
     AGENT,
-    LOOPBACK,
     SPEED,
-    Answer,
+    START,
     System,
-    completion,
     drawing,
     make_config,
     reactor,
@@ -33,43 +31,6 @@ from turnstile.config import ConfigError
 from turnstile.proxy import channel
 from turnstile.service import TurnstileService
 from turnstile.sim import GpuHost
-from turnstile.sim.card_server import RemoteProcess
-
-#: Seconds for what a process of Python does, on a machine that has other things to do.
-START = 30.0
-
-
-def child(s: System) -> RemoteProcess:
-    """The only sd-server that is there."""
-    (process,) = [one for one in s.host.cards.alive if one.role == "main"]
-    return process
-
-
-def starts(s: System) -> int:
-    """How often an sd-server was started."""
-    return sum(one.role == "main" for one in s.host.cards.processes)
-
-
-async def until_loading(s: System, number: int = 1) -> RemoteProcess:
-    """Wait for the start of an sd-server."""
-    await until(lambda: starts(s) == number, "an sd-server", START)
-    return child(s)
-
-
-async def until_drawing(s: System) -> RemoteProcess:
-    """Wait for sd-server to draw."""
-    await until(lambda: any(one.rendering for one in s.host.cards.alive), "a drawing", START)
-    return child(s)
-
-
-async def until_gone(s: System, seconds: float = START) -> None:
-    """Wait for the last process of sd-server to be gone, and its memory."""
-    await until(lambda: not s.host.cards.alive, "no sd-server", seconds)
-    await until(lambda: "sd" not in s.host.card.residents, "its memory")
-
-
-async def observe(s: System, path: str = "/sdapi/v1/progress", to: str = "sd") -> Answer:
-    return await s.request("GET", path, to=to)
 
 
 # -- a day in its life
@@ -83,9 +44,9 @@ async def test_chat_draw_draw_chat() -> None:
         first = await s.draw()
         assert first.status == 200 and first.json()["images"]
         assert s.card.resident == {"sd"} and s.host.llama.resident == {}
-        process = child(s)
+        process = s.sd_child()
         assert (await s.draw(to="sd", prompt="another")).status == 200
-        assert starts(s) == 1 and process.rendered == ["txt2img", "txt2img"]
+        assert s.sd_starts() == 1 and process.rendered == ["txt2img", "txt2img"]
         # A chat ends it, and its memory is back before the chat is forwarded.
         assert (await s.complete()).status == 200
         assert process.ended is not None and not runs(process.pid)
@@ -101,7 +62,7 @@ async def test_both_image_engines_and_both_chat_engines() -> None:
             assert (await ask()).status == 200
         await s.idle()
         await until(lambda: s.card.resident == {"ollama"})
-        await until_gone(s)
+        await s.until_sd_gone()
 
 
 @pytest.mark.parametrize(
@@ -117,7 +78,7 @@ async def test_both_image_engines_and_both_chat_engines() -> None:
 async def test_requests_that_draw_start_it(path: str, body: Any, status: int) -> None:
     async with running(ollama=False, comfy=False, sd=True) as s:
         answer = await s.request("POST", path, body, to="sd")
-        assert answer.status == status and starts(s) == 1
+        assert answer.status == status and s.sd_starts() == 1
 
 
 # -- observation
@@ -127,27 +88,27 @@ async def test_requests_that_draw_start_it(path: str, body: Any, status: int) ->
 async def test_observation_is_answered_only_while_it_is_up() -> None:
     async with running(ollama=False, comfy=False, llama=True, sd=True) as s:
         for path in ("/sdapi/v1/progress", "/sdapi/v1/options", "/sdcpp/v1/jobs/x", "/", "/x"):
-            answer = await observe(s, path)
+            answer = await s.observe(path)
             assert answer.status == 503 and "retry-after" not in answer.headers
             assert answer.json() == {"error": "sd is not loaded", "state": "down"}
-        answer = await observe(s, "/v1/models")
+        answer = await s.observe("/v1/models")
         assert answer.json()["error"]["message"] == "sd is not loaded"
-        assert starts(s) == 0
+        assert s.sd_starts() == 0
 
         s.host.cards.options["load_time"] = 20.0
         drawn = s.draw()
-        await until_loading(s)
-        answer = await observe(s)
+        await s.until_sd_loads()
+        answer = await s.observe()
         assert answer.json() == {"error": "sd is not loaded", "state": "loading"}
-        await until_drawing(s)
-        answer = await observe(s)
+        await s.until_sd_draws()
+        answer = await s.observe()
         assert answer.status == 200 and "progress" in answer.json()
         assert (await drawn).status == 200
-        assert (await observe(s, "/sdapi/v1/options")).status == 200
-        assert (await observe(s, "/nothing")).status == 404
+        assert (await s.observe("/sdapi/v1/options")).status == 200
+        assert (await s.observe("/nothing")).status == 404
 
         assert (await s.complete()).status == 200
-        assert (await observe(s)).status == 503 and starts(s) == 1
+        assert (await s.observe()).status == 503 and s.sd_starts() == 1
 
 
 @pytest_twisted.ensureDeferred
@@ -155,14 +116,15 @@ async def test_polling_does_not_keep_it_alive() -> None:
     async with running(ollama=False, comfy=False, sd=True, sd_idle=0.5) as s:
         assert (await s.draw()).status == 200
         drawn = reactor.seconds()
-        while (await observe(s)).status == 200:
+        while (await s.observe()).status == 200:
             assert reactor.seconds() - drawn < START, "it was kept alive"
             await tick(0.02)
-        await until_gone(s)
-        assert s.card.resident == frozenset() and starts(s) == 1
+        await s.until_sd_gone()
+        await until(lambda: not s.card.resident, "nobody on the card")
+        assert s.sd_starts() == 1
         assert reactor.seconds() - drawn >= 0.4
         # The next one starts a fresh one.
-        assert (await s.draw()).status == 200 and starts(s) == 2
+        assert (await s.draw()).status == 200 and s.sd_starts() == 2
 
 
 @pytest_twisted.ensureDeferred
@@ -170,7 +132,7 @@ async def test_without_an_idle_time_it_stays() -> None:
     async with running(ollama=False, comfy=False, sd=True, sd_idle=0.0) as s:
         assert (await s.draw()).status == 200
         await tick(0.3)
-        assert child(s).alive and (await s.state())["engines"]["sd"]["state"] == "up"
+        assert s.sd_child().alive and (await s.state())["engines"]["sd"]["state"] == "up"
 
 
 # -- loading
@@ -188,15 +150,33 @@ async def test_a_crash_while_loading_is_a_502_with_the_end_of_the_log(tmp_path: 
         assert "load tensors from model failed" in "".join(
             path.read_text() for path in tmp_path.iterdir()
         )
-        await until_gone(s)
-        assert (await observe(s)).status == 503
+        await s.until_sd_gone()
+        assert (await s.observe()).status == 503
         # At once it is not tried again …
         answer = await s.request("POST", "/v1/images/generations", {"prompt": "x"}, to="sd")
         while answer.status == 503:
             assert int(answer.headers["retry-after"]) >= 1
             await tick(0.05)
             answer = await s.request("POST", "/v1/images/generations", {"prompt": "x"}, to="sd")
-        assert answer.status == 200 and starts(s) == 2
+        assert answer.status == 200 and s.sd_starts() == 2
+
+
+@pytest_twisted.ensureDeferred
+async def test_while_it_keeps_crashing_nobody_is_made_to_leave_for_it() -> None:
+    async with running(
+        ollama=False, comfy=False, llama=True, sd=True, backoff_initial=60.0, backoff_max=60.0
+    ) as s:
+        s.host.sd.faults.crash_loading = True
+        while (await s.draw()).status == 502:
+            pass
+        assert s.sd_starts() == 2
+        assert (await s.complete()).status == 200
+        answer = await s.draw()
+        assert answer.status == 503 and int(answer.headers["retry-after"]) > 30
+        assert "keeps failing" in answer.json()["error"]
+        assert s.host.llama.unloads == [] and s.card.resident == {"llamacpp"}
+        snapshot = (await s.state())["engines"]["sd"]
+        assert snapshot["crashes"] == 2 and snapshot["retry_in"] > 30
 
 
 @pytest_twisted.ensureDeferred
@@ -205,12 +185,12 @@ async def test_the_loading_goes_on_without_its_client_and_the_next_one_profits()
         s.host.cards.options["load_time"] = 20.0
         wire = await s.wire("sd")
         wire.send_request("POST", "/sdapi/v1/txt2img", drawing())
-        process = await until_loading(s)
+        process = await s.until_sd_loads()
         wire.reset()
         await s.idle()
         assert "sd" in s.card.resident and process.alive
         assert (await s.draw()).status == 200
-        assert starts(s) == 1 and process.rendered == ["txt2img"]
+        assert s.sd_starts() == 1 and process.rendered == ["txt2img"]
 
 
 @pytest_twisted.ensureDeferred
@@ -219,7 +199,7 @@ async def test_a_chat_ends_a_loading_whose_client_is_gone() -> None:
         s.host.cards.options["load_time"] = 100_000.0
         wire = await s.wire("sd")
         wire.send_request("POST", "/sdapi/v1/txt2img", drawing())
-        process = await until_loading(s)
+        process = await s.until_sd_loads()
         chat = s.complete()
         await s.until_waiting(llm=1)
         wire.reset()
@@ -234,7 +214,7 @@ async def test_one_that_never_listens_is_given_up() -> None:
         answer = await s.draw()
         assert answer.status == 504
         assert "did not listen" in answer.json()["error"] and "tensors" in answer.json()["error"]
-        await until_gone(s)
+        await s.until_sd_gone()
         await s.idle()
 
 
@@ -243,7 +223,7 @@ async def test_several_that_draw_share_one_start_and_go_one_after_another() -> N
     async with running(ollama=False, comfy=False, sd=True) as s:
         answers = [await one for one in [s.draw() for _ in range(4)]]
         assert [answer.status for answer in answers] == [200] * 4
-        assert starts(s) == 1
+        assert s.sd_starts() == 1
 
 
 class Squatter(Protocol):
@@ -264,8 +244,8 @@ async def test_a_port_that_somebody_else_has_is_never_talked_to() -> None:
         answer = await s.draw()
         assert answer.status in (502, 503)
         assert str(port.getHost().port) in answer.json()["error"]
-        assert starts(s) == 0
-        assert (await observe(s)).status == 503
+        assert s.sd_starts() == 0
+        assert (await s.observe()).status == 503
         await port.stopListening()
         s.host._reserved = socket.socket()
 
@@ -311,7 +291,7 @@ async def test_a_log_folder_that_cannot_be_made_is_told_at_start(tmp_path: Path)
 async def test_a_chat_waits_for_a_drawing_for_so_long() -> None:
     async with running(ollama=False, comfy=False, llama=True, sd=True, busy_wait=0.3) as s:
         drawn = s.draw(steps=200)
-        process = await until_drawing(s)
+        process = await s.until_sd_draws()
         answer = await s.complete()
         assert (answer.status, answer.headers["retry-after"]) == (503, "30")
         assert process.alive and process.rendering
@@ -326,16 +306,16 @@ async def test_a_chat_waits_for_a_drawing_for_so_long() -> None:
 async def test_one_that_ends_by_itself_is_noticed_and_started_again() -> None:
     async with running(ollama=False, comfy=False, sd=True, backoff_initial=0.05) as s:
         assert (await s.draw()).status == 200
-        child(s).exit(3)
-        await until_gone(s)
+        s.sd_child().exit(3)
+        await s.until_sd_gone()
         await until(lambda: "sd" not in s.card.resident)
         assert s.said("exit code 3")
-        assert (await observe(s)).status == 503
+        assert (await s.observe()).status == 503
         answer = await s.draw()
         while answer.status == 503:
             await tick(0.05)
             answer = await s.draw()
-        assert answer.status == 200 and starts(s) == 2
+        assert answer.status == 200 and s.sd_starts() == 2
 
 
 @pytest_twisted.ensureDeferred
@@ -344,7 +324,7 @@ async def test_a_drawing_that_fails_leaves_it_up() -> None:
         s.host.sd.faults.fail_render = 1
         answer = await s.draw()
         assert answer.status == 500
-        assert child(s).alive
+        assert s.sd_child().alive
 
 
 @pytest_twisted.ensureDeferred
@@ -352,7 +332,7 @@ async def test_a_client_that_leaves_gives_the_card_back() -> None:
     async with running(ollama=False, comfy=False, llama=True, sd=True) as s:
         wire = await s.wire("sd")
         wire.send_request("POST", "/sdapi/v1/txt2img", drawing(100_000))
-        process = await until_drawing(s)
+        process = await s.until_sd_draws()
         chat = s.complete()
         await s.until_waiting(llm=1)
         wire.close()
@@ -370,7 +350,7 @@ async def test_one_that_hangs_is_given_up_if_others_wait(monkeypatch: Any) -> No
     ) as s:
         s.host.sd.faults.hang_render = 1
         drawn = s.draw()
-        process = await until_drawing(s)
+        process = await s.until_sd_draws()
         chat = s.complete()
         assert (await drawn).status == 504
         assert (await chat).status == 200
@@ -393,10 +373,10 @@ async def submit(s: System, kind: str = "img_gen", steps: int = 4, to: str = "sd
 async def test_a_job_has_the_card_until_it_is_done(kind: str) -> None:
     async with running(ollama=False, comfy=False, llama=True, sd=True, busy_wait=60.0) as s:
         id_ = await submit(s, kind, 50)
-        process = child(s)
+        process = s.sd_child()
         chat = s.complete()
         await s.until_waiting(llm=1)
-        assert (await observe(s, f"/sdcpp/v1/jobs/{id_}")).json()["status"] != "completed"
+        assert (await s.observe(f"/sdcpp/v1/jobs/{id_}")).json()["status"] != "completed"
         assert (await chat).status == 200
         assert process.rendered == [kind]
 
@@ -409,7 +389,7 @@ async def test_jobs_of_several_clients_go_on_in_their_order() -> None:
         assert first != second
         await s.idle()
         for id_ in (first, second):
-            assert (await observe(s, f"/sdcpp/v1/jobs/{id_}")).json()["status"] == "completed"
+            assert (await s.observe(f"/sdcpp/v1/jobs/{id_}")).json()["status"] == "completed"
 
 
 @pytest_twisted.ensureDeferred
@@ -429,7 +409,7 @@ async def test_a_job_whose_client_leaves_before_the_answer_is_carried_through() 
         body = drawing(100, sample_params={"sample_steps": 100})
         wire.send_request("POST", "/sdcpp/v1/img_gen", body)
         wire.close()
-        process = await until_drawing(s)
+        process = await s.until_sd_draws()
         assert (await s.complete()).status == 200
         assert process.rendered == ["txt2img", "img_gen"]
 
@@ -438,7 +418,7 @@ async def test_a_job_whose_client_leaves_before_the_answer_is_carried_through() 
 async def test_a_job_whose_process_dies_gives_the_card_back() -> None:
     async with running(ollama=False, comfy=False, llama=True, sd=True, busy_wait=60.0) as s:
         await submit(s, steps=100_000)
-        process = await until_drawing(s)
+        process = await s.until_sd_draws()
         chat = s.complete()
         await s.until_waiting(llm=1)
         process.exit(1)
@@ -453,7 +433,7 @@ async def test_a_cancelled_job_gives_the_card_back_at_once() -> None:
         body = json.dumps(drawing(sample_params={"sample_steps": 100_000})).encode()
         answer = await treq.post(f"{s.host.sd_url}/sdcpp/v1/img_gen", body, agent=AGENT)
         await answer.content()
-        await until_drawing(s)
+        await s.until_sd_draws()
         id_ = await submit(s)
         await tick(0.3)
         assert s.arbiter.tenant is not None and s.arbiter.tenant.name == "sd"
@@ -483,14 +463,14 @@ async def test_a_stop_ends_it_with_its_whole_group(phase: str, stubborn: bool) -
         wire.send_request("POST", "/sdapi/v1/txt2img", drawing(4 if phase == "idle" else 100_000))
         await until(lambda: len(s.host.cards.alive) == 2, "sd-server and its child", START)
         if phase == "drawing":
-            await until_drawing(s)
+            await s.until_sd_draws()
         elif phase == "idle":
             await until(lambda: wire.status == 200, "the drawing", START)
             await s.idle()
         pids = [one.pid for one in s.host.cards.alive]
         await s.service.stopService()
         assert [pid for pid in pids if runs(pid)] == []
-        await until_gone(s)
+        await s.until_sd_gone()
 
 
 @pytest_twisted.ensureDeferred
@@ -501,7 +481,7 @@ async def test_a_stop_that_is_hastened_kills_at_once() -> None:
         s.host.sd.faults.ignore_sigterm = 1
         wire = await s.wire("sd")
         wire.send_request("POST", "/sdapi/v1/txt2img", drawing(100_000))
-        process = await until_drawing(s)
+        process = await s.until_sd_draws()
         stopped = s.service.stopService()
         await tick(0.05)
         assert runs(process.pid)
@@ -537,99 +517,3 @@ async def test_the_memory_of_a_dead_process_is_waited_for() -> None:
         vram = (await s.state())["vram"]
         assert vram["probe"] == "command" and vram["total"] == s.host.card.total_bytes
         assert vram["last_wait"]["seconds"] >= 1.0
-
-
-# -- one port for both
-
-
-@pytest_twisted.ensureDeferred
-async def test_the_broker_tells_stadis_story() -> None:
-    async with running(
-        ollama=False, comfy=False, llama=True, sd=True, listen_broker=LOOPBACK, sd_idle=1.0
-    ) as s:
-        assert set(s.service.ports) == {"broker"}
-
-        async def status() -> Any:
-            return (await s.request("GET", "/status", to="broker")).json()
-
-        assert (await status())["sd_child_up"] is False
-        assert (await s.complete(to="broker")).status == 200
-        for _ in range(3):
-            assert (await observe(s, to="broker")).status == 503
-            answer = await s.request("GET", "/v1/models", to="broker")
-            assert answer.status == 200 and answer.json()["object"] == "list"
-        assert starts(s) == 0 and s.card.resident == {"llamacpp"}
-        drawn = s.draw(to="broker", steps=40)
-        await until_drawing(s)
-        assert (await status())["sd_child_up"] is True
-        assert (await observe(s, to="broker")).status == 200
-        # A favicon is no chat.
-        assert (await s.request("GET", "/favicon.ico", to="broker")).status == 404
-        assert (await drawn).status == 200
-        assert (await s.complete(to="broker")).status == 200
-        now = await status()
-        assert now["sd_child_up"] is False and now["resident"] == ["llamacpp"]
-        # After a drawing that nobody follows up it leaves by itself.
-        assert (await s.draw(to="broker")).status == 200
-        await until_gone(s)
-        assert (await status())["sd_child_up"] is False
-        assert starts(s) == 2
-
-
-@pytest_twisted.ensureDeferred
-async def test_the_brokers_pages() -> None:
-    async with running(ollama=False, comfy=False, llama=True, sd=True, listen_broker=LOOPBACK) as s:
-        for path in ("/healthz", "/metrics", "/turnstile/state", "/status"):
-            assert (await s.request("GET", path, to="broker")).status == 200
-        assert (await s.request("POST", "/status", {}, to="broker")).status == 405
-        found = (await s.request("GET", "/status", to="broker")).json()
-        assert {
-            "sd_child_up",
-            "sd",
-            "llama",
-            "vram",
-            "state",
-            "waiting",
-            "resident",
-            "version",
-        } <= set(found)
-        assert found["llama"]["mode"] == "router"
-        assert await s.metric("sd_child_up") == 0
-        assert await s.metric("llama_models", status="unloaded") == 4
-
-
-@pytest_twisted.ensureDeferred
-async def test_a_broker_and_ports_of_their_own() -> None:
-    async with running(
-        ollama=False,
-        comfy=False,
-        llama=True,
-        sd=True,
-        listen_broker=LOOPBACK,
-        listen_sd=LOOPBACK,
-        listen_llama=LOOPBACK,
-    ) as s:
-        assert set(s.service.ports) == {"broker", "sd", "llamacpp"}
-        assert (await s.draw(to="broker")).status == 200
-        assert (await s.draw(to="sd")).status == 200
-        assert (await s.complete(to="llamacpp")).status == 200
-        assert starts(s) == 1
-        for to in ("sd", "llamacpp"):
-            assert (await s.request("GET", "/status", to=to)).status in (404, 503)
-            assert (await s.request("GET", "/turnstile/healthz", to=to)).status == 200
-
-
-@pytest_twisted.ensureDeferred
-async def test_one_connection_to_the_broker_serves_both() -> None:
-    async with running(ollama=False, comfy=False, llama=True, sd=True, listen_broker=LOOPBACK) as s:
-        wire = await s.wire("broker")
-        wire.send_request("GET", "/v1/models")
-        await wire.until(b"llama-3.2-3b")
-        wire.received.clear()
-        wire.send_request("POST", "/sdapi/v1/txt2img", drawing())
-        await until(lambda: wire.status == 200, "the drawing", START)
-        await wire.until(b'"info"')
-        wire.received.clear()
-        body = completion()
-        wire.send_request("POST", "/v1/chat/completions", body)
-        await wire.until(b"[DONE]")

@@ -56,6 +56,8 @@ RESERVED = frozenset(
     "SD_WEIGHT STADI_SD_WEIGHT STADI_LLM_WEIGHT GPU_KEY "
     "GPU_SHARE GPU_SHARE_WEIGHT GPU_SHARE_NAME GPU_SHARE_GROUP WEIGHT".split()
 )
+#: Of those, what will have no effect later either: turnstile starts no chat engine that could be given a share.
+_DROPPED = frozenset({"STADI_LLM_WEIGHT"})
 #: Of those, names so common that their presence in the environment means nothing.
 _COMMON_NAMES = frozenset({"WEIGHT"})
 #: Read from the environment, wherever that is sensible at all.
@@ -628,7 +630,7 @@ def _check_file(data: bytes, path: str) -> tuple[dict[str, tuple[int, str]], lis
         if setting is not None:
             values[setting.field] = (number, text)
         elif key in RESERVED:
-            notices.append(f"{path}:{number}: {key} has no effect yet")
+            notices.append(f"{path}:{number}: {key} has no effect{_yet(key)}")
         elif key in _ENVIRONMENT_ONLY:
             notices.append(
                 f"{path}:{number}: {key} has no effect here, only as an environment variable"
@@ -638,6 +640,10 @@ def _check_file(data: bytes, path: str) -> tuple[dict[str, tuple[int, str]], lis
             near = difflib.get_close_matches(key.upper(), known, n=1, cutoff=0.0)
             raise ConfigError(f"{path}:{number}: unknown setting {key} (nearest: {near[0]})")
     return values, notices
+
+
+def _yet(key: str) -> str:
+    return "" if key in _DROPPED else " yet"
 
 
 # -- all together ----------------------------------------------------------------------------------
@@ -659,7 +665,7 @@ def load(
     from_file, notices = _check_file(data, path) if data is not None else ({}, [])
     for key in sorted(RESERVED - _COMMON_NAMES):
         if environ.get(key):
-            notices.append(f"environment variable {key} has no effect yet")
+            notices.append(f"environment variable {key} has no effect{_yet(key)}")
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     for setting in SETTINGS:

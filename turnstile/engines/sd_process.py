@@ -153,6 +153,12 @@ class SdProcess:
 
     # -- starting it -----------------------------------------------------------------------------------------------
 
+    @property
+    def cooling(self) -> Cooling | None:
+        """Why, and for how long, it is not started now, should it not run."""
+        left = self._backoff.left(self._clock.seconds())
+        return Cooling(left, self._backoff.reason) if left > 0 and self.child is None else None
+
     def ensure_up(self) -> Deferred[None]:
         """Start it, unless it runs; fires when it listens. Fails with :class:`LoadFailed` or :class:`Cooling`.
 

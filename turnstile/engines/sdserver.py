@@ -196,6 +196,11 @@ class SdEngine:
 
     # -- the card --------------------------------------------------------------------------------------------------
 
+    @property
+    def cooling(self) -> Cooling | None:
+        """What :meth:`ensure_up` would fail with: ask before others are made to leave for it."""
+        return self._process.cooling
+
     def ensure_up(self) -> Deferred[None]:
         """Start it, unless it runs; fires when it listens. Fails with :class:`LoadFailed` or :class:`Cooling`.
 

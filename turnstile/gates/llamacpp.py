@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
@@ -91,7 +90,6 @@ class LlamaPolicy(EnginePolicy):
         card: Card,
         engine: LlamaEngine,
         clock: IReactorTime,
-        on_wait: Callable[[str], None] | None = None,
     ) -> None:
         self.retry_after = config.busy_retry_after
         self.stall_timeout = config.llm_stall_timeout
@@ -104,7 +102,6 @@ class LlamaPolicy(EnginePolicy):
             retry_after=config.busy_retry_after,
             timeout=config.busy_wait,
             reject_status=config.llm_busy_status if config.llm_busy_mode == "reject" else None,
-            on_wait=on_wait,
         )
 
     def admission(self, method: bytes, target: bytes) -> Admission:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from twisted.internet.defer import Deferred
+from twisted.internet.defer import Deferred, fail
 from twisted.internet.interfaces import IReactorTime
 from twisted.python.failure import Failure
 
@@ -52,6 +52,10 @@ class SdGate(LeaseGate):
 
     def prepare(self) -> Deferred[None] | None:
         """Make room, then wait for sd-server to listen, started if need be."""
+        cooling = self._engine.cooling
+        if cooling is not None:
+            # Nobody is made to leave for it in vain.
+            return fail(cooling).addErrback(self._not_up)
         d = self.room()
         if d is None:
             return None if self._engine.is_up else self._load(None)
