@@ -72,7 +72,9 @@ class Clients:
         to: str | None = None,
         leave: Leave | None = None,
     ) -> Answer:
-        """One request, to the engine's own listener unless ``to`` names another."""
+        """One request, to the engine's own listener unless ``to`` names another, or to the port for several."""
+        if to is None and self.name in ("llamacpp", "sd") and "broker" in self.system.service.ports:
+            to = self.rng.choice((self.name, "broker"))
         self.system.note(f"client: {method} {target} of {to or self.name}")
         return await self.system.call(
             to or self.name,
