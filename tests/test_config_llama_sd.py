@@ -349,6 +349,9 @@ def test_a_command_line_that_names_no_address_gets_one(program, args, url, added
         ("--listen-port 1", ["listen on port 1, SD_URL says 55557"]),
         ("--listen-port 1 --params-backend x", ["--auto-fit", "listen on port 1"]),
         ("-m a", []),
+        ("-m ~/a", ["no shell reads it"]),
+        ("-m a~b", []),
+        ("-m $HOME/a", ["no shell reads it"]),
     ],
 )
 def test_warnings(args, said):

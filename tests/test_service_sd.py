@@ -32,7 +32,6 @@ from turnstile.proxy import channel
 from turnstile.service import TurnstileService
 from turnstile.sim import GpuHost
 
-
 # -- a day in its life
 
 

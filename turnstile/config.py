@@ -430,7 +430,7 @@ class Config:
         "LOAD_WAIT",
         _duration(),
         "15m",
-        "How long sd-server may take until it listens.",
+        "How long sd-server may take until it listens, and llama.cpp to load a model that it was told to load.",
         env_aliases=("STADI_LOAD_WAIT",),
     )
     sd_stop_grace: float = _setting(

@@ -59,6 +59,8 @@ def warnings(program: str, args: Sequence[str], url: Upstream) -> list[str]:
             "SD_ARGS has --params-backend, which disables sd-server's --auto-fit: a decode that is"
             " too large for the card is not cut into tiles any more and fails (--backend is safe)"
         )
+    if any(arg.startswith(("~", "$")) for arg in args):
+        found.append("SD_ARGS has ~ or $: no shell reads it, so write whole paths")
     port = listen_port(args)
     if port is None and not knows(program) and url.port != DEFAULT_PORT:
         found.append(

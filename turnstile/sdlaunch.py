@@ -52,12 +52,12 @@ def find_program(name: str, path: str | None) -> str:
             raise ConfigError(
                 f"SD_BIN: {name!r} is not on PATH (name its file: --sd-bin /…/{name})"
             )
-        return found
+        return os.path.abspath(found)
     if not os.path.exists(name):
         raise ConfigError(f"SD_BIN: {name!r} does not exist")
     if not os.path.isfile(name) or not os.access(name, os.X_OK):
         raise ConfigError(f"SD_BIN: {name!r} is no file that may be executed")
-    return name
+    return os.path.abspath(name)
 
 
 def log_directory(configured: str | None, environ: Mapping[str, str]) -> str:
@@ -101,7 +101,7 @@ def make_launch(
     :raises ConfigError: if it can't be started that way.
     """
     assert config.sd_args is not None
-    directory = log_directory(config.sd_log_dir, environ)
+    directory = os.path.abspath(log_directory(config.sd_log_dir, environ))
     name = config.sd_bin
     if spawner is None:
         name = find_program(name, environ.get("PATH"))
