@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import json
+import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_twisted
+import treq
 from hypothesis import given
 from hypothesis import strategies as st
-from system_kit import LOOPBACK, START, completion, drawing, running, until
+from program_kit import Program, post
+from system_kit import (
+    AGENT,
+    LOOPBACK,
+    SPEED,
+    START,
+    completion,
+    drawing,
+    reactor,
+    running,
+    until,
+)
 
 from turnstile.broker import LLAMA, SD, broker_route
+from turnstile.sim import GpuHost
 
 
 @pytest.mark.parametrize(
@@ -170,3 +186,50 @@ async def test_one_connection_to_the_broker_serves_both() -> None:
         body = completion()
         wire.send_request("POST", "/v1/chat/completions", body)
         await wire.until(b"[DONE]")
+
+
+@pytest_twisted.ensureDeferred
+async def test_a_start_with_stadis_variables_alone(tmp_path: Path) -> None:
+    host = GpuHost(reactor, SPEED, ollama=False, comfy=False, llama=True, sd=True)
+    await host.start()
+    program, *arguments = host.sd_command
+    run = Program(
+        tmp_path,
+        LOGLEVEL="info",
+        STADI_LISTEN="127.0.0.1:0",
+        STADI_LLM=host.llama.url,
+        STADI_SD=host.sd_url,
+        STADI_SD_BIN=program,
+        STADI_SD_ARGS=" ".join(arguments),
+        STADI_SD_LOG_DIR=str(tmp_path / "logs"),
+        STADI_IDLE="5m",
+        STADI_BUSY_WAIT="2m",
+        STADI_VRAM_WAIT="45s",
+        STADI_LOAD_WAIT="15m",
+        STADI_LLM_WEIGHT="1",
+    )
+    try:
+        port = await run.port("broker")
+
+        async def status() -> Any:
+            answer = await treq.get(f"http://127.0.0.1:{port}/status", agent=AGENT)
+            return json.loads(await answer.content())
+
+        assert (await status())["sd_child_up"] is False
+        code, content = await post(port, "/v1/chat/completions", completion())
+        assert code == 200 and b"[DONE]" in content
+        code, content = await post(port, "/v1/images/generations", {"prompt": "a lighthouse"})
+        assert code == 200 and json.loads(content)["data"]
+        found = await status()
+        assert found["sd_child_up"] is True and found["sd"]["state"] == "up"
+        assert found["sd"]["log"] == str(tmp_path / "logs" / "sd-server.log")
+        code, _ = await post(port, "/v1/chat/completions", completion())
+        assert code == 200 and (await status())["sd_child_up"] is False
+        assert host.card.overlaps == []
+        assert not [line for line in run.lines() if "listens on" in line and "broker" not in line]
+        assert any("STADI_LLM_WEIGHT has no effect" in line for line in run.lines())
+        run.process.send_signal(signal.SIGTERM)
+        assert await run.ended(START) == 0
+    finally:
+        await run.kill()
+        await host.stop()
