@@ -276,6 +276,19 @@ def test_the_floor_is_learned_while_nobody_is_there(watch: Vram, host: Host, clo
     assert watch.floor.least == 2 * GIB
 
 
+def test_the_floor_is_learned_while_a_probe_is_looked_for(clock: Clock, host: Host) -> None:
+    """At the start the engines may have been looked at first."""
+    host.slow = []
+    vram = Vram(clock, [host], wait=45.0, free=FREE)
+    started = result_of(vram.start())
+    vram.note_empty(lambda: True)
+    host.used = 9 * GIB
+    host.answer()
+    assert started == [None] and vram.floor.least == GIB
+    vram.stop()
+    assert clock.getDelayedCalls() == []
+
+
 def test_the_floor_is_not_learned_of_a_card_in_use(watch: Vram, host: Host, clock: Clock) -> None:
     empty = [True]
     host.slow = []

@@ -254,7 +254,7 @@ class Vram:
 
         :param still: whether that has been so all the time, asked when the answer comes.
         """
-        if self._source is None or self._stopped:
+        if self._stopped or (self._source is None and self._looking is None):
             return
 
         def learn(reading: Reading | None) -> None:

@@ -14,7 +14,6 @@ from twisted.python.failure import Failure
 from turnstile.vram.reading import ProbeError
 
 _T = TypeVar("_T")
-_Job = tuple[Callable[[], Any], Deferred[Any]]
 
 
 class Runs(Protocol):
@@ -37,7 +36,7 @@ class Worker:
 
     def __init__(self, reactor: Any) -> None:
         self._reactor = reactor
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[Callable[[], Any], Deferred[Any]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._busy = False
         self._stopped = False
