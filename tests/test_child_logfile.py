@@ -107,6 +107,21 @@ def test_what_cannot_be_kept_is_told_and_does_not_grow(path: Path) -> None:
     ]
 
 
+def test_a_full_disk_does_not_keep_a_program_from_its_start(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(fd: int, data: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    log = make(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        fd = log.begin(["sd-server"])
+    os.write(fd, b"there is room again\n")
+    assert log.tail(5) == ["there is room again"]
+    log.close()
+
+
 def test_what_is_no_file_of_ours_is_refused(path: Path) -> None:
     path.parent.mkdir(parents=True)
     log = make(path)
@@ -168,6 +183,9 @@ def test_of_a_long_output_whole_lines_are_taken(path: Path) -> None:
     fd = log.begin(["sd-server"])
     lines = [f"{number:06} {'x' * 90}" for number in range(3000)]
     os.write(fd, "\n".join(lines).encode())
+    assert log.tail(3) == lines[-3:]
+    os.write(fd, b"\n" * 5000)
+    assert log.tail(3) == lines[-3:]
     found = log.tail(10_000)
     assert len(found) > 500 and found == lines[-len(found) :]
     log.close()

@@ -183,7 +183,7 @@ def test_an_error_of_ours_is_no_end_of_it() -> None:
 @pytest.mark.parametrize("answer", [{"data": []}, Response(404, b""), Response(200, b"x")])
 def test_somebody_elses_server_is_told_and_never_used(answer: Any) -> None:
     found = {55557: [Listener(77, "sd-server")]}
-    w = World(listeners=lambda port: found.get(port, []))
+    w = World(listeners=lambda port, leader: found.get(port, []))
     w.host.foreign = answer
     failed = error(result_of(w.engine.ensure_up()))
     assert isinstance(failed, LoadFailed) and failed.status == 502
@@ -208,17 +208,22 @@ def test_something_that_hangs_in_its_place() -> None:
 
 
 def test_one_that_took_its_place_while_it_loaded_is_never_used() -> None:
-    found: list[Listener] = []
-    w = World(load=5.0, listeners=lambda port: found)
+    asked: list[tuple[int, int | None]] = []
+
+    def listeners(port: int, leader: int | None) -> list[Listener]:
+        asked.append((port, leader))
+        return [Listener(1, "intruder")]
+
+    w = World(load=5.0, listeners=listeners)
     results = result_of(w.engine.ensure_up())
-    found.append(Listener(1, "intruder"))
     w.pass_time(6.0)
+    assert asked == [(55557, PIDS)]
     assert "intruder (pid 1) listens there" in str(error(results))
     assert w.host.child.signals == ["TERM"]
 
 
 def test_at_the_start_an_occupied_place_is_told() -> None:
-    w = World(listeners=lambda port: [Listener(77, "sd-server")])
+    w = World(listeners=lambda port, leader: [Listener(77, "sd-server")])
     w.host.foreign = {}
     events: list[Any] = []
     globalLogPublisher.addObserver(events.append)

@@ -525,7 +525,7 @@ class TurnstileService(Service):
             site.abort()
 
 
-def _nobody(port: int) -> tuple[()]:
+def _nobody(port: int, leader: int | None) -> tuple[()]:
     return ()
 
 

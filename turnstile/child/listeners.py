@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import attrs
 
-from turnstile.child.guardian import look_at
+from turnstile.child.guardian import Group
 
 _PROC = "/proc"
 _TABLES = ("net/tcp", "net/tcp6")
@@ -28,30 +28,22 @@ class Listener:
     def __str__(self) -> str:
         return f"{self.command} (pid {self.pid})"
 
-    def belongs_to(self, leader: int) -> bool:
-        """Whether it is the process ``leader``, in its group or session, or descends from it."""
-        pid = self.pid
-        for _ in range(64):
-            process = look_at(pid)
-            if process is None:
-                return False
-            if leader in (process.pid, process.group, process.session):
-                return True
-            pid = process.parent
-        return False
 
+def listeners_on(port: int, leader: int | None = None) -> list[Listener]:
+    """Who listens on a port, under whatever address; nobody if the group of ``leader`` does.
 
-def listeners_on(port: int) -> list[Listener]:
-    """Who listens on a port, under whatever address. Other users' can't be seen: an empty list proves nothing."""
+    Other users' processes can't be seen: an empty list proves nothing.
+    """
     wanted = {f"socket:[{inode}]" for inode in _inodes(port)}
     if not wanted:
         return []
-    found = []
+    # These first: on a host with many processes it takes long to look at all that they have open.
+    if leader is not None and any(_holds(str(p.pid), wanted) for p in Group(leader).members()):
+        return []
     with suppress(OSError):
-        for name in os.listdir(_PROC):
-            if name.isdecimal() and _holds(name, wanted):
-                found.append(Listener(int(name), _command(name)))
-    return sorted(found, key=lambda listener: listener.pid)
+        pids = [name for name in os.listdir(_PROC) if name.isdecimal() and _holds(name, wanted)]
+        return [Listener(int(pid), _command(pid)) for pid in sorted(pids, key=int)]
+    return []
 
 
 def _inodes(port: int) -> Iterable[str]:

@@ -25,6 +25,8 @@ BACKUPS = 3
 #: The most bytes that are read for the last lines, and the longest that one of these may be.
 TAIL_BYTES = 64 << 10
 TAIL_LINE = 400
+#: How many bytes are read first for each line.
+LINE_BYTES = 1024
 
 _CHUNK = 1 << 20
 #: Escape sequences of terminals (colours, cursor), and control characters but tab.
@@ -82,7 +84,9 @@ class RotatingLog:
             self.rotate_if_large()
             when = self._now().isoformat(timespec="seconds")
             line = f"turnstile: {when}: starting {shlex.join(program)}\n"
-            os.write(fd, line.encode("utf-8", "surrogateescape"))
+            # A disk that is full is no reason not to start.
+            with suppress(OSError):
+                os.write(fd, line.encode("utf-8", "surrogateescape"))
             self._begin, self._rotated = os.fstat(fd).st_size, 0
         except BaseException:
             self._fd = -1
@@ -127,12 +131,15 @@ class RotatingLog:
         """
         if self._fd < 0 or lines <= 0:
             return []
+        begin = 0 if self._rotated else self._begin
         try:
-            found = _lines(self._read(self._fd, 0 if self._rotated else self._begin))
+            found = _lines(self._read(self._fd, begin, lines * LINE_BYTES))
+            if len(found) < lines:
+                found = _lines(self._read(self._fd, begin, TAIL_BYTES))
             if self._rotated and len(found) < lines:
                 with suppress(OSError), open(self._older(1), "rb") as older:
                     begin = self._begin if self._rotated == 1 else 0
-                    found = _lines(self._read(older.fileno(), begin)) + found
+                    found = _lines(self._read(older.fileno(), begin, TAIL_BYTES)) + found
         except OSError as error:
             return [f"({self.path}: {error.strerror or error})"]
         return found[-lines:]
@@ -164,11 +171,12 @@ class RotatingLog:
             os.close(target)
 
     @staticmethod
-    def _read(fd: int, begin: int) -> bytes:
+    def _read(fd: int, begin: int, most: int) -> bytes:
         size = os.fstat(fd).st_size
+        most = min(most, TAIL_BYTES)
         begin = min(begin, size)
-        start = max(begin, size - TAIL_BYTES)
-        data = os.pread(fd, TAIL_BYTES, start)
+        start = max(begin, size - most)
+        data = os.pread(fd, most, start)
         # Not the rest of a line that began before.
         return data.partition(b"\n")[2] if start > begin and b"\n" in data else data
 

@@ -52,11 +52,8 @@ class Owner(Protocol):
         """It listens."""
         ...
 
-    def exited(self, asked: bool) -> None:
-        """It ended; more of its group may be there.
-
-        :param asked: whether it was told to.
-        """
+    def exited(self) -> None:
+        """It ended; more of its group may be there."""
         ...
 
     def gone(self) -> None:
@@ -72,7 +69,8 @@ class SdProcess:
     :param load_wait: seconds until it has to listen.
     :param stop_grace: seconds between SIGTERM and SIGKILL.
     :param log_path: where its output goes.
-    :param listeners: tells who listens on a port of this machine, as far as that is known.
+    :param listeners: tells who listens on a port of this machine, unless a process's group does, as far as that is
+        known; see :func:`turnstile.child.listeners.listeners_on`.
     """
 
     log = Logger()
@@ -88,7 +86,7 @@ class SdProcess:
         load_wait: float,
         stop_grace: float,
         log_path: str,
-        listeners: Callable[[int], Sequence[Listener]],
+        listeners: Callable[[int, int | None], Sequence[Listener]],
     ) -> None:
         self._owner = owner
         self._client = client
@@ -226,8 +224,8 @@ class SdProcess:
                 break
             yield deferLater(self._clock, min(delay, left))
             delay = min(delay * BACKOFF, LONGEST_DELAY)
-        found = self._listeners(self._port)
-        if found and not any(listener.belongs_to(child.pid) for listener in found):
+        found = self._listeners(self._port, child.pid)
+        if found:
             raise self._stillborn(child, self._taken(found))
 
     def _stillborn(self, child: Child, reason: str, status: int = 502) -> LoadFailed:
@@ -260,7 +258,7 @@ class SdProcess:
             return
         except ClientError:
             pass
-        raise LoadFailed(self._taken(self._listeners(self._port)))
+        raise LoadFailed(self._taken(self._listeners(self._port, None)))
 
     def _taken(self, found: Sequence[Listener]) -> str:
         who = ", ".join(map(str, found)) or "something"
@@ -309,7 +307,7 @@ class SdProcess:
             self._crashes += 1
             when = " while it loaded" if self._up_since is None else ""
             self._count_failure(f"sd-server ended by itself{when}: {status}", child.tail(TAIL))
-        self._owner.exited(self._ending)
+        self._owner.exited()
 
     def _gone(self, status: ExitStatus, child: Child) -> None:
         unasked, loaded = not self._ending, self._up_since is not None

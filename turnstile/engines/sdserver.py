@@ -53,8 +53,8 @@ class SdEngine:
     :param backoff_max: the most seconds of that kind.
     :param capture_limit: the most bytes of the answer to a job's POST that are read.
     :param log_path: where its output goes.
-    :param listeners: tells who listens on a port of this machine, as far as that is known; see
-        :func:`turnstile.child.listeners.listeners_on`.
+    :param listeners: tells who listens on a port of this machine, unless a process's group does, as far as that is
+        known; see :func:`turnstile.child.listeners.listeners_on`.
     """
 
     log = Logger()
@@ -76,7 +76,7 @@ class SdEngine:
         backoff_max: float,
         capture_limit: int = 64 * 1024,
         log_path: str = "",
-        listeners: Callable[[int], Sequence[Listener]] = lambda port: (),
+        listeners: Callable[[int, int | None], Sequence[Listener]] = lambda port, leader: (),
     ) -> None:
         self.tenant = Tenant("sd", Kind.EXCLUSIVE)
         self._clock = clock
@@ -244,7 +244,7 @@ class SdEngine:
         """It is there; whom it was started for may have left."""
         self._arm_idle()
 
-    def exited(self, asked: bool) -> None:
+    def exited(self) -> None:
         """It ended; what it was doing is lost."""
         self._disarm_idle()
 
