@@ -24,6 +24,7 @@ import pytest
 import pytest_twisted
 import treq
 from engine_kit import clean, reactor, until
+from system_kit import running
 from tiny_gguf import write_model
 from twisted.internet.defer import Deferred
 from twisted.internet.protocol import ClientFactory, Protocol
@@ -558,4 +559,50 @@ async def test_one_model_that_is_stopped_and_started_by_command(
         await client.close()
         with suppress(OSError, ValueError):
             os.kill(int(pid_file.read_text()), signal.SIGKILL)
+    await until(clean, 60.0)
+
+
+# -- the whole of it -----------------------------------------------------------------------------------------------
+
+#: Prints the memory of a router's models, as if it were a card's.
+PROBE = "ps -o rss= --ppid {pid} | awk '{{used += $1}} END {{print used + 65536 \"k 16g\"}}'"
+
+
+@pytest_twisted.ensureDeferred
+async def test_real_chats_and_simulated_images_take_turns(tmp_path: Path, models: Path) -> None:
+    with serving(tmp_path, *router(models)) as server:
+        await until(server.find_url, 60.0)
+        async with running(
+            ollama=False,
+            comfy=False,
+            sd=True,
+            llama_url=Upstream.parse(server.url),
+            listen_broker="tcp:0:interface=127.0.0.1",
+            unload_timeout=30.0,
+            vram_probe="command",
+            vram_probe_command=PROBE.format(pid=server.process.pid),
+            free_gib=0.2,
+        ) as s:
+            await until(lambda: s.service.vram.works, 60.0)
+            for _ in range(2):
+                answer = await s.complete(3, "heavy", to="broker")
+                assert answer.status == 200 and b"[DONE]" in answer.body
+                assert len(server.children()) == 1 and s.sd_starts() == len(s.host.cards.processes)
+                assert (await s.draw(to="broker")).status == 200
+                # Not before the chat model's process was gone.
+                assert server.children() == [] and s.card.resident == {"sd"}
+                assert (await s.observe(to="broker")).status == 200
+            # A client that leaves in the middle of an answer.
+            wire = await s.wire("broker")
+            body = {"model": "heavy", "messages": [], "max_tokens": 400, "stream": True}
+            body["messages"] = [{"role": "user", "content": "hello there"}]
+            wire.send_request("POST", "/v1/chat/completions", body)
+            await wire.until(b"data:")
+            wire.transport.abortConnection()  # type: ignore[union-attr]
+            assert (await s.draw(to="broker")).status == 200
+            assert server.children() == []
+            assert "force-killing" not in server.log.read_text(errors="replace")
+            waited = (await s.state())["vram"]["last_wait"]
+            assert waited["outcome"] in ("floor", "free") and not s.card.degraded
+            assert not s.card.history
     await until(clean, 60.0)
