@@ -24,10 +24,14 @@ import os, subprocess, sys
 from turnstile.child import guardian, shim
 from turnstile.child.guardian import Mode
 script, mode = sys.argv[1:]
-child = subprocess.Popen(shim.command(["sh", "-c", script]))
+gate, opener = os.pipe()
+child = subprocess.Popen(shim.command(["sh", "-c", script], gate=gate), pass_fds=[gate])
 print(child.pid, flush=True)
 watch = guardian.start_guardian(child.pid, Mode(mode))
 print(watch.pid, flush=True)
+# Only now does it print numbers of its own.
+os.write(opener, b".")
+os.close(opener)
 sys.stdin.readline()
 watch.done()
 print(child.pid, flush=True)
