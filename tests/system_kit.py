@@ -26,6 +26,7 @@ from twisted.web.client import Agent, HTTPConnectionPool
 
 from turnstile import log as tlog
 from turnstile.config import Config, Upstream
+from turnstile.proxy.sockets import SocketLoop
 from turnstile.service import TurnstileService
 from turnstile.sim import GpuHost
 from turnstile.sim.graphs import image_graph
@@ -427,7 +428,8 @@ async def running(
 
 def clean() -> bool:
     """Whether no socket and no delayed call is left in the reactor."""
-    sockets = [reader for reader in reactor.getReaders() if isinstance(reader, (Connection, Port))]
+    kinds = (Connection, Port, SocketLoop)
+    sockets = [reader for reader in reactor.getReaders() if isinstance(reader, kinds)]
     return not sockets and not reactor.getDelayedCalls()
 
 
