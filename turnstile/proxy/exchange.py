@@ -75,6 +75,7 @@ class Exchange:
         "_resource",
         "_response",
         "_started",
+        "_unsent",
         "client",
         "status",
     )
@@ -106,6 +107,8 @@ class Exchange:
         self._keep_alive = False
         self._capture: list[bytes] | None = None
         self._capture_left = 0
+        #: The head of the answer, until it goes out with the first bytes of the body.
+        self._unsent = b""
         self._ended = False
         #: Whether the upstream said anything since :meth:`silent` was asked last.
         self._heard = False
@@ -188,7 +191,7 @@ class Exchange:
             # Carried through: the answer is still needed, if only to know what was started.
             self._resource.carried.add(self)
             if self._conn is not None:
-                self._conn.transport.resumeProducing()
+                self._conn.resume()
             return
         self._cancel_pending()
         self._drop_upstream()
@@ -196,11 +199,11 @@ class Exchange:
 
     def client_paused(self) -> None:
         if self._conn is not None:
-            self._conn.transport.pauseProducing()
+            self._conn.pause()
 
     def client_resumed(self) -> None:
         if self._conn is not None:
-            self._conn.transport.resumeProducing()
+            self._conn.resume()
 
     # -- admission --------------------------------------------------------------------------------------------
 
@@ -398,9 +401,13 @@ class Exchange:
         if self._gate is not None:
             self._gate.answered(head.status, head.fields)
         self.status = head.status
-        if channel is None:
-            return
-        channel.transport.write(self._response_head(head, channel))
+        if channel is not None:
+            self._unsent = self._response_head(head, channel)
+
+    def response_flush(self) -> None:
+        unsent, self._unsent = self._unsent, b""
+        if unsent and self._channel is not None:
+            self._channel.transport.write(unsent)
 
     def _response_head(self, head: ResponseHead, channel: ProxyChannel) -> bytes:
         request = self._head
@@ -447,9 +454,14 @@ class Exchange:
             raw = b"".join(payload)
             if not raw:
                 return
+        if self._unsent:
+            raw = self._unsent + raw
+            self._unsent = b""
         channel.transport.write(raw)
 
     def response_done(self) -> None:
+        if self._unsent:
+            self.response_flush()
         self._conn = None
         channel, self._channel = self._channel, None
         self._end(Ending.DONE)
@@ -483,6 +495,7 @@ class Exchange:
         self._fail(502, problem)
 
     def _truncate(self, reason: Failure) -> None:
+        self.response_flush()
         channel, self._channel = self._channel, None
         self._end(Ending.UPSTREAM_LOST)
         if channel is not None:
