@@ -113,7 +113,7 @@ class Metrics(Collector):
         """Count what happens at ``arbiter`` and ``card``, and show their state."""
         self._arbiter = arbiter
         self._card = card
-        arbiter.add_listener(self._arbiter_event)
+        arbiter.add_listener(self._arbiter_event, Granted, Abandoned)
         card.add_listener(self._degraded_interval)
         card.add_eviction_listener(self._evicted)
 

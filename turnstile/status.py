@@ -31,7 +31,7 @@ class StateRecorder:
 
     def __init__(self, arbiter: Arbiter) -> None:
         self.transitions: deque[Transition] = deque(maxlen=REMEMBERED)
-        arbiter.add_listener(self._heard)
+        arbiter.add_listener(self._heard, Transition)
 
     def _heard(self, event: Event) -> None:
         if type(event) is Transition:

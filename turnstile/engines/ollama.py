@@ -92,7 +92,10 @@ def is_unload_only(target: bytes, body: bytes) -> bool:
     As strict as can be, since a wrong yes lets a model load beside an image job: Go's decoder ignores case in keys,
     takes the last of two equal ones and stops after the first value, so all of that is a no.
     """
-    if len(body) > UNLOAD_BODY_LIMIT or target.partition(b"?")[0] not in _PEEKED:
+    # Most chats say nothing of keep_alive, and need not be parsed.
+    if b'"keep_alive"' not in body or len(body) > UNLOAD_BODY_LIMIT:
+        return False
+    if target.partition(b"?")[0] not in _PEEKED:
         return False
     try:
         data = json.loads(
