@@ -17,7 +17,13 @@ from turnstile.engines.base import Admission
 from turnstile.log import Logger
 from turnstile.proxy.errors import error_response
 from turnstile.proxy.gate import Busy, Ending, Gate
-from turnstile.proxy.http1 import BadMessage, ChunkedBody, RequestHead, ResponseHead
+from turnstile.proxy.http1 import (
+    BadMessage,
+    ChunkedBody,
+    RequestHead,
+    ResponseHead,
+    join_fields,
+)
 from turnstile.proxy.retry import SAFE_METHODS
 
 if TYPE_CHECKING:
@@ -35,6 +41,7 @@ PEEK_TIMEOUT = 1.0
 
 # Room for the framing of a body in a few chunks.
 _MAX_PEEK_WIRE = MAX_PEEK + 256
+_OK = b"HTTP/1.1 200 OK\r\n"
 _UNBUFFERED_TYPES = (b"text/event-stream", b"application/x-ndjson")
 
 
@@ -384,7 +391,7 @@ class Exchange:
         if head.status < 200:
             # 100 answers an expectation that was never sent on; others are for the client to use.
             if head.status != 100 and channel is not None and self._head.minor == 1:
-                channel.transport.write(_status_line(head) + _join(head.fields) + b"\r\n")
+                channel.transport.write(_status_line(head) + join_fields(head.fields) + b"\r\n")
             return
         if (
             self._resource.retry.repeats_status(self._head.method, head.status, self._repeated)
@@ -436,7 +443,7 @@ class Exchange:
             # Keeps nginx and its like between us and the client from holding the stream back.
             extra += b"X-Accel-Buffering: no\r\n"
         self._keep_alive = keep_alive
-        return _status_line(head) + _join(head.fields) + extra + b"\r\n"
+        return b"%s%s%s\r\n" % (_status_line(head), join_fields(head.fields), extra)
 
     def response_data(self, raw: bytes, payload: list[bytes] | None) -> None:
         self._heard = True
@@ -592,8 +599,6 @@ class Exchange:
 
 
 def _status_line(head: ResponseHead) -> bytes:
+    if head.status == 200 and head.reason == b"OK":
+        return _OK
     return b"HTTP/1.1 %d %s\r\n" % (head.status, head.reason)
-
-
-def _join(fields: list[tuple[bytes, bytes]]) -> bytes:
-    return b"".join([b"%s: %s\r\n" % field for field in fields])

@@ -377,6 +377,13 @@ def _content_length(values: list[bytes]) -> int:
     return int(values[0])
 
 
+def join_fields(fields: Headers) -> bytes:
+    """The lines of header fields."""
+    if not fields:
+        return b""
+    return b"\r\n".join([b": ".join(field) for field in fields]) + b"\r\n"
+
+
 def _tokens(values: list[bytes]) -> list[bytes]:
     """The lower-case members of a comma-separated field that may be repeated."""
     if len(values) == 1 and b"," not in values[0]:
