@@ -28,10 +28,10 @@ _log = Logger()
 
 #: Bytes asked for in one read: so many at first, more while reads come back full.
 LEAST_READ = 16 * 1024
-MOST_READ = 128 * 1024
+MOST_READ = 256 * 1024
 
 # The most events that are handled before timers and other descriptors of the reactor have their turn.
-_BATCH = 512
+_BATCH = 64
 _IN, _OUT = 1, 4
 _ENDED = 8 | 16  # EPOLLERR, EPOLLHUP
 _DONE, _LOST = Failure(CONNECTION_DONE), Failure(CONNECTION_LOST)
