@@ -29,7 +29,7 @@ from turnstile.proxy.http1 import (
 )
 from turnstile.proxy.pages import render_page
 from turnstile.proxy.vigil import notice_dead_peers, socket_below
-from turnstile.proxy.websocket import is_websocket_upgrade
+from turnstile.proxy.ws_handshake import is_websocket_upgrade
 
 if TYPE_CHECKING:
     from turnstile.proxy.site import ProxySite

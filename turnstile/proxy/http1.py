@@ -31,9 +31,7 @@ _REQUEST_LINE = re.compile(rb"(" + _METHOD + rb") ([!-\"$-~\x80-\xff]+) HTTP/1\.
 _STATUS_LINE = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9][0-9])(?: ([\t\x20-\x7e\x80-\xff]*))?\r\n")
 # Anchored behind a line feed, so that a match never begins inside a line that is not a field. The first does not match
 # values that end in white space, which would have to be cut off.
-_FIELD = re.compile(
-    rb"(?<=\n)(" + _TOKEN + rb"):[ \t]*([^\x00-\x08\x0a-\x1f\x7f]*)(?<![ \t])\r\n"
-)
+_FIELD = re.compile(rb"(?<=\n)(" + _TOKEN + rb"):[ \t]*([^\x00-\x08\x0a-\x1f\x7f]*)(?<![ \t])\r\n")
 _PADDED_FIELD = re.compile(rb"(?<=\n)(" + _TOKEN + rb"):[ \t]*([^\x00-\x08\x0a-\x1f\x7f]*)\r\n")
 _EMPTY_LINES = re.compile(rb"(?:\r\n)+")
 _BARE_LF = re.compile(rb"(?<!\r)\n")

@@ -1,8 +1,8 @@
 """Sockets of the data path: Twisted's TCP transports, with a shorter way to the kernel.
 
-Twisted buffers what is written, asks the kernel to be told when the socket takes bytes, which it nearly always does, and
-sends on the reactor's next turn: two more system calls and a turn of the loop for each write. Here a write goes out at
-once, and only what the kernel does not take is buffered, in Twisted's own buffer and under Twisted's own rules
+Twisted buffers what is written, asks the kernel to be told when the socket takes bytes, which it nearly always does,
+and sends on the reactor's next turn: two more system calls and a turn of the loop for each write. Here a write goes out
+at once, and only what the kernel does not take is buffered, in Twisted's own buffer and under Twisted's own rules
 (producers, half-closes, the end of a connection). And every event of a socket passes through Twisted's log context,
 which costs more than reading a small message does: :class:`SocketLoop` keeps the data path's sockets in an epoll object
 of its own, which the reactor watches like any other descriptor.
@@ -110,7 +110,9 @@ class _Connector(Connector):
     """Makes a :class:`DirectClient`."""
 
     def _makeTransport(self) -> DirectClient:
-        return DirectClient(self.host, self.port, self.bindAddress, self, self.reactor)
+        return DirectClient(  # type: ignore[no-untyped-call]
+            self.host, self.port, self.bindAddress, self, self.reactor
+        )
 
 
 @implementer(IReadDescriptor)
@@ -226,7 +228,8 @@ class SocketLoop:
             if event & _IN:
                 why = transport.doRead()
                 in_read = True
-            if why is None and event & _OUT and self._transports.get(fd) is transport:
+            # Reading may have ended it.
+            if why is None and event & _OUT and fd in self._transports:
                 why = transport.doWrite()
                 in_read = False
         if why is not None:

@@ -13,7 +13,6 @@ import os
 import struct
 from typing import TYPE_CHECKING, Any
 
-from autobahn.twisted import websocket as autobahn
 from twisted.internet.defer import Deferred
 from twisted.internet.error import ConnectionDone
 from twisted.internet.interfaces import IAddress, IPushProducer
@@ -25,6 +24,7 @@ from zope.interface import implementer
 
 from turnstile.proxy import ws_handshake as handshake
 from turnstile.proxy.http1 import MAX_HEAD, BadMessage, Framing, ResponseHead, UntilClose
+from turnstile.websockets import websocket as autobahn
 
 if TYPE_CHECKING:
     from turnstile.proxy.websocket import WebSocketRelay
