@@ -203,18 +203,23 @@ def waiters(stage: Stage, scale: Scale) -> Figures:
 
 
 def starts(stage: Stage, scale: Scale) -> Figures:
-    """Row 9: from the start to listening, and what it takes then."""
+    """Row 9: from the start to listening and to the first answer; what it takes when idle."""
     upstream = stage.contestants["direct"]
-    seconds, memory = [], []
+    listening, answering, cpu, memory = [], [], [], []
     for _ in range(scale.starts):
         with open_stage() as own:
             process, port, _ = own.start_turnstile(upstream.port, upstream.port)
-            seconds.append(process.wait_for(port, every=0.002))
+            listening.append(process.wait_for(port, every=0.002))
+            _call(port, "/healthz")
+            answering.append(time.monotonic() - process.began)
+            cpu.append(process.cpu())
             time.sleep(1.0)
             memory.append(process.memory() / MIB)
     return {
         "turnstile": {
-            "listening_s": statistics.median(seconds),
+            "listening_s": statistics.median(listening),
+            "answering_s": statistics.median(answering),
+            "cpu_s": statistics.median(cpu),
             "rss_mib": statistics.median(memory),
         }
     }

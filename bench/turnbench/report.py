@@ -64,7 +64,12 @@ ROWS: dict[str, tuple[str, tuple[tuple[str, str, str], ...]]] = {
     ),
     "9": (
         "start",
-        (("listening_s", "listening after s", ".2f"), ("rss_mib", "resident MiB", ".1f")),
+        (
+            ("listening_s", "listening after s", ".2f"),
+            ("answering_s", "answering after s", ".2f"),
+            ("cpu_s", "CPU s", ".2f"),
+            ("rss_mib", "resident MiB", ".1f"),
+        ),
     ),
 }
 _STREAMS = (

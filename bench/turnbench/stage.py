@@ -108,7 +108,8 @@ class Stage:
         env = {
             key: value
             for key, value in os.environ.items()
-            if not key.startswith(("GPU_TURNSTILE", "NOTIFY_", "LISTEN_"))
+            # An installed turnstile has its bytecode beside it.
+            if not key.startswith(("GPU_TURNSTILE", "NOTIFY_", "LISTEN_", "PYTHONDONTWRITE"))
         }
         log = self.folder / f"{self._count}.log"
         process = Process(argv, log, env={**env, **environ})
