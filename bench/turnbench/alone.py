@@ -96,14 +96,17 @@ def _by_turnstile(ollama: int, comfy: int) -> float:
 def switches(_: Stage, scale: Scale) -> Figures:
     """Row 7: what turnstile adds to chat -> image -> chat, beyond the engines' own time."""
     with open_stage() as stage:
+        # One of its own for the driver: turnstile would take its jobs for somebody else's, and see to them.
+        other_ollama, other_comfy = _simulator(stage, SPEED)
         ollama, comfy = _simulator(stage, SPEED)
         process, port, other = stage.start_turnstile(ollama, comfy)
         process.wait_for(port)
         process.wait_for(other)
         by_hand, by_turnstile = [], []
+        _by_hand(other_ollama, other_comfy)
         _by_turnstile(port, other)
         for _ in range(scale.switches):
-            by_hand.append(_by_hand(ollama, comfy))
+            by_hand.append(_by_hand(other_ollama, other_comfy))
             by_turnstile.append(_by_turnstile(port, other))
     own = statistics.median(by_hand)
     added = statistics.median(by_turnstile) - own
