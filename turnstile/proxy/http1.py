@@ -156,7 +156,7 @@ class ChunkedBody(Framing):
     """A body in the chunked coding (RFC 9112 section 7.1), its trailer section included."""
 
     __slots__ = ("_data_left", "_state")
-    _SIZE, _DATA, _DATA_END, _TRAILER = range(4)
+    _SIZE, _DATA, _DATA_END = range(3)
 
     def __init__(self) -> None:
         self.done = False
@@ -168,7 +168,30 @@ class ChunkedBody(Framing):
         end = len(data)
         state = self._state
         while pos < end:
-            if state == self._DATA:
+            if state == self._SIZE:
+                match = _CHUNK_LINE.match(data, pos)
+                if match is None:
+                    if _refuse_partial(data, pos, MAX_CHUNK_LINE):
+                        raise BadMessage("invalid chunk size line")
+                    break
+                begin = match.end()
+                if begin - pos > MAX_CHUNK_LINE:
+                    raise BadMessage("chunk size line too long")
+                size = int(match[1], 16)
+                if not size:
+                    pos = self._last(data, pos, begin)
+                    break
+                after = begin + size
+                if data[after : after + 2] == b"\r\n":
+                    # The whole chunk is here, as it mostly is.
+                    if payload is not None:
+                        payload.append(data[begin:after])
+                    pos = after + 2
+                else:
+                    self._data_left = size
+                    state = self._DATA
+                    pos = begin
+            elif state == self._DATA:
                 size = min(self._data_left, end - pos)
                 if payload is not None:
                     payload.append(data[pos : pos + size])
@@ -177,7 +200,7 @@ class ChunkedBody(Framing):
                 if self._data_left:
                     break
                 state = self._DATA_END
-            elif state == self._DATA_END:
+            else:
                 if data.startswith(b"\r\n", pos):
                     pos += 2
                     state = self._SIZE
@@ -185,33 +208,24 @@ class ChunkedBody(Framing):
                     break
                 else:
                     raise BadMessage("chunk data is not followed by CRLF")
-            elif state == self._SIZE:
-                match = _CHUNK_LINE.match(data, pos)
-                if match is None:
-                    if _refuse_partial(data, pos, MAX_CHUNK_LINE):
-                        raise BadMessage("invalid chunk size line")
-                    break
-                if match.end() - pos > MAX_CHUNK_LINE:
-                    raise BadMessage("chunk size line too long")
-                self._data_left = int(match.group(1), 16)
-                if self._data_left:
-                    state = self._DATA
-                    pos = match.end()
-                else:
-                    # The last chunk is handed on together with its trailers, once all of them are here.
-                    trailers = _TRAILERS.match(data, match.end())
-                    if trailers is None:
-                        section = data[match.end() :]
-                        if len(section) > MAX_TRAILERS or _bad_trailers(section):
-                            raise BadMessage("invalid trailer section")
-                        break
-                    if trailers.end() - match.end() > MAX_TRAILERS:
-                        raise BadMessage("trailer section too long")
-                    pos = trailers.end()
-                    self.done = True
-                    break
         self._state = state
         return pos
+
+    def _last(self, data: bytes, pos: int, begin: int) -> int:
+        """Where the last chunk, whose size line is from ``pos`` to ``begin``, ends with its trailers.
+
+        It is handed on together with them, once all of them are here: until then that is ``pos``.
+        """
+        trailers = _TRAILERS.match(data, begin)
+        if trailers is None:
+            section = data[begin:]
+            if len(section) > MAX_TRAILERS or _bad_trailers(section):
+                raise BadMessage("invalid trailer section")
+            return pos
+        if trailers.end() - begin > MAX_TRAILERS:
+            raise BadMessage("trailer section too long")
+        self.done = True
+        return trailers.end()
 
 
 def _refuse_partial(data: bytes, pos: int, limit: int) -> bool:
