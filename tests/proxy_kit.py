@@ -25,7 +25,7 @@ from turnstile.config import Upstream
 from turnstile.proxy.resource import EngineResource
 from turnstile.proxy.retry import RetryPolicy
 from turnstile.proxy.site import ProxySite
-from turnstile.proxy.sockets import SocketLoop
+from turnstile.proxy.sockets import SocketLoop, socket_loop
 from turnstile.proxy.upstream import UpstreamPool
 from turnstile.proxy.vigil import Vigil
 
@@ -228,8 +228,8 @@ def turn(times: int = 1) -> Deferred[Any]:
 
 def open_sockets() -> list[Any]:
     """What the reactor still reads."""
-    kinds = (Connection, Port, SocketLoop)
-    return [one for one in reactor.getReaders() if isinstance(one, kinds)]
+    readers = [*reactor.getReaders(), *socket_loop(reactor).getReaders()]
+    return [one for one in readers if isinstance(one, (Connection, Port))]
 
 
 @asynccontextmanager
@@ -264,7 +264,7 @@ async def proxying(
                 probe.bind(("127.0.0.1", 0))
                 upstream.number = probe.getsockname()[1]
         where = url or f"http://127.0.0.1:{upstream.number}{base}"
-        sockets = SocketLoop(reactor)
+        sockets = socket_loop(reactor)
         timed = Clocked(clock, sockets) if url is None else sockets
         pool = proxy.pool = UpstreamPool(
             timed, Upstream.parse(where), timeout=timeout, trust_root=trust_root

@@ -26,7 +26,7 @@ from twisted.web.client import Agent, HTTPConnectionPool
 
 from turnstile import log as tlog
 from turnstile.config import Config, Upstream
-from turnstile.proxy.sockets import SocketLoop
+from turnstile.proxy.sockets import socket_loop
 from turnstile.service import TurnstileService
 from turnstile.sim import GpuHost
 from turnstile.sim.graphs import image_graph
@@ -428,8 +428,8 @@ async def running(
 
 def clean() -> bool:
     """Whether no socket and no delayed call is left in the reactor."""
-    kinds = (Connection, Port, SocketLoop)
-    sockets = [reader for reader in reactor.getReaders() if isinstance(reader, kinds)]
+    readers = [*reactor.getReaders(), *socket_loop(reactor).getReaders()]
+    sockets = [reader for reader in readers if isinstance(reader, (Connection, Port))]
     return not sockets and not reactor.getDelayedCalls()
 
 

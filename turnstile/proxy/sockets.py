@@ -1,28 +1,31 @@
-"""Sockets of the data path: Twisted's TCP transports, with a shorter way to the kernel.
+"""Sockets of the data path: Twisted's TCP transports, with a shorter way to the kernel and back.
 
 Twisted buffers what is written, asks the kernel to be told when the socket takes bytes, which it nearly always does,
 and sends on the reactor's next turn: two more system calls and a turn of the loop for each write. Here a write goes out
 at once, and only what the kernel does not take is buffered, in Twisted's own buffer and under Twisted's own rules
-(producers, half-closes, the end of a connection). And every event of a socket passes through Twisted's log context,
-which costs more than reading a small message does: :class:`SocketLoop` keeps the data path's sockets in an epoll object
-of its own, which the reactor watches like any other descriptor.
+(producers, half-closes, the end of a connection).
+
+And every event of a socket passes through Twisted's log context, which costs more than to read a small message:
+:class:`SocketLoop` keeps these sockets in an epoll object of its own, in which the reactor's is but one descriptor.
 """
 
 from __future__ import annotations
 
 import select
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from twisted.internet.interfaces import (
-    IReactorFDSet,
-    IReactorPluggableNameResolver,
-    IReadDescriptor,
-)
+from twisted.internet.interfaces import IReactorPluggableNameResolver
 from twisted.internet.main import CONNECTION_DONE, CONNECTION_LOST
 from twisted.internet.tcp import Client, Connector, Port, Server
 from twisted.logger import Logger
 from twisted.python.failure import Failure
-from zope.interface import alsoProvides, implementer
+from zope.interface import alsoProvides
+
+try:
+    from twisted.internet.epollreactor import EPollReactor
+except ImportError:  # not Linux
+    EPollReactor = None  # type: ignore[assignment,misc]
 
 _log = Logger()
 
@@ -30,7 +33,7 @@ _log = Logger()
 LEAST_READ = 16 * 1024
 MOST_READ = 256 * 1024
 
-# The most events that are handled before timers and other descriptors of the reactor have their turn.
+# The most events that are handled before timers have their turn.
 _BATCH = 64
 _IN, _OUT = 1, 4
 _ENDED = 8 | 16  # EPOLLERR, EPOLLHUP
@@ -115,11 +118,11 @@ class _Connector(Connector):
         )
 
 
-@implementer(IReadDescriptor)
 class SocketLoop:
-    """A set of sockets that the reactor watches as one descriptor.
+    """A set of sockets, waited for together with everything that the reactor waits for.
 
     Stands in for the reactor where transports and endpoints want one: what is not about its sockets is the reactor's.
+    One for each reactor, whose ``doIteration`` it takes the place of: :func:`socket_loop`.
     """
 
     def __init__(self, reactor: Any) -> None:
@@ -131,6 +134,11 @@ class SocketLoop:
         self.seconds = reactor.seconds
         if IReactorPluggableNameResolver.providedBy(reactor):
             alsoProvides(self, IReactorPluggableNameResolver)
+        self._poll_reactor = reactor.doIteration
+        self._reactor_fd: int = reactor._poller.fileno()
+        self._epoll.register(self._reactor_fd, _IN)
+        reactor.doIteration = self.iterate
+        reactor.addSystemEventTrigger("during", "shutdown", self._disconnect_all)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._reactor, name)
@@ -175,8 +183,6 @@ class SocketLoop:
         if mask == before:
             return
         if not before:
-            if not masks:
-                self._reactor.addReader(self)
             self._epoll.register(fd, mask)
             self._transports[fd] = transport
         elif mask:
@@ -184,27 +190,24 @@ class SocketLoop:
         else:
             self._epoll.unregister(fd)
             del masks[fd], self._transports[fd]
-            if not masks:
-                self._reactor.removeReader(self)
             return
         masks[fd] = mask
 
-    # -- IReadDescriptor, for the reactor -------------------------------------------------------------------------
+    def getReaders(self) -> list[Any]:
+        """The transports that are read from."""
+        return [self._transports[fd] for fd, mask in self._masks.items() if mask & _IN]
 
-    def fileno(self) -> int:
-        """The epoll object's descriptor, which is readable while a socket is ready."""
-        return self._epoll.fileno()
+    # -- for the reactor ------------------------------------------------------------------------------------------
 
-    def logPrefix(self) -> str:
-        return "-"
-
-    def doRead(self) -> None:
-        """Handle what is ready."""
+    def iterate(self, timeout: float | None) -> None:
+        """Wait for events, at most ``timeout`` seconds, and handle them: the reactor's and ours."""
         transports = self._transports
-        for fd, event in self._epoll.poll(0, _BATCH):
-            # An earlier event of the batch may have ended it.
+        for fd, event in self._epoll.poll(timeout, _BATCH):
             transport = transports.get(fd)
             if transport is None:
+                # Not ours; or ended by an earlier event of the batch.
+                if fd == self._reactor_fd:
+                    self._poll_reactor(0)
                 continue
             try:
                 if event == _IN:
@@ -246,14 +249,22 @@ class SocketLoop:
         else:
             transport.connectionLost(Failure(why))
 
-    def connectionLost(self, reason: Failure) -> None:
-        """The reactor has stopped: so do the sockets."""
+    def _disconnect_all(self) -> None:
+        """The reactor stops: so do the sockets."""
         for transport in tuple(self._transports.values()):
             transport.connectionLost(_LOST)
 
 
+_loops: WeakKeyDictionary[Any, SocketLoop] = WeakKeyDictionary()
+
+
 def socket_loop(reactor: Any) -> Any:
-    """A :class:`SocketLoop` on ``reactor``; where that can't be (no epoll, no real sockets), the reactor itself."""
-    if hasattr(select, "epoll") and IReactorFDSet.providedBy(reactor):
-        return SocketLoop(reactor)
-    return reactor
+    """The :class:`SocketLoop` of ``reactor``; where that can't be (no epoll), the reactor itself."""
+    if isinstance(reactor, SocketLoop):
+        return reactor
+    if EPollReactor is None or not isinstance(reactor, EPollReactor):
+        return reactor
+    loop = _loops.get(reactor)
+    if loop is None:
+        loop = _loops[reactor] = SocketLoop(reactor)
+    return loop
