@@ -25,6 +25,7 @@ from turnstile.config import Upstream
 from turnstile.proxy.resource import EngineResource
 from turnstile.proxy.retry import RetryPolicy
 from turnstile.proxy.site import ProxySite
+from turnstile.proxy.sockets import SocketLoop, socket_loop
 from turnstile.proxy.upstream import UpstreamPool
 from turnstile.proxy.vigil import Vigil
 
@@ -33,14 +34,15 @@ OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 
 
 class Clocked:
-    """The reactor with a time of its own, which stands still unless a test moves it."""
+    """Sockets with a time of their own, which stands still unless a test moves it."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, sockets: SocketLoop) -> None:
+        self._sockets = sockets
         self.callLater = clock.callLater
         self.seconds = clock.seconds
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(reactor, name)
+        return getattr(self._sockets, name)
 
 
 class End(Protocol, Watched):
@@ -224,6 +226,12 @@ def turn(times: int = 1) -> Deferred[Any]:
     return d
 
 
+def open_sockets() -> list[Any]:
+    """What the reactor still reads."""
+    readers = [*reactor.getReaders(), *socket_loop(reactor).getReaders()]
+    return [one for one in readers if isinstance(one, (Connection, Port))]
+
+
 @asynccontextmanager
 async def proxying(
     *,
@@ -256,7 +264,8 @@ async def proxying(
                 probe.bind(("127.0.0.1", 0))
                 upstream.number = probe.getsockname()[1]
         where = url or f"http://127.0.0.1:{upstream.number}{base}"
-        timed = Clocked(clock) if url is None else reactor
+        sockets = socket_loop(reactor)
+        timed = Clocked(clock, sockets) if url is None else sockets
         pool = proxy.pool = UpstreamPool(
             timed, Upstream.parse(where), timeout=timeout, trust_root=trust_root
         )
@@ -275,6 +284,7 @@ async def proxying(
             vigil=Vigil(clock),  # type: ignore[arg-type]
         )
         proxy.port = await TCP4ServerEndpoint(reactor, 0, interface="127.0.0.1").listen(site)
+        sockets.adopt(proxy.port)
         yield proxy
     finally:
         if proxy.port is not None:
@@ -291,10 +301,10 @@ async def proxying(
         await upstream.stop()
         for _ in range(200):
             await turn()
-            if not [one for one in reactor.getReaders() if isinstance(one, (Connection, Port))]:
+            if not open_sockets():
                 break
         globalLogPublisher.removeObserver(events.append)
-    left = [one for one in reactor.getReaders() if isinstance(one, (Connection, Port))]
+    left = open_sockets()
     assert left == [], left
     assert not site.channels
     for gate in policy.gates:

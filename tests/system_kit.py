@@ -28,6 +28,7 @@ from twisted.web.client import Agent, HTTPConnectionPool
 
 from turnstile import log as tlog
 from turnstile.config import Config, Upstream
+from turnstile.proxy.sockets import socket_loop
 from turnstile.service import TurnstileService
 from turnstile.sim import GpuHost
 from turnstile.sim.card_server import RemoteProcess
@@ -515,7 +516,8 @@ async def running(
 
 def clean() -> bool:
     """Whether no socket and no delayed call is left in the reactor."""
-    sockets = [reader for reader in reactor.getReaders() if isinstance(reader, (Connection, Port))]
+    readers = [*reactor.getReaders(), *socket_loop(reactor).getReaders()]
+    sockets = [reader for reader in readers if isinstance(reader, (Connection, Port))]
     return not sockets and not reactor.getDelayedCalls()
 
 

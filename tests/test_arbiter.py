@@ -507,7 +507,7 @@ def test_events_come_in_order_to_all_even_if_a_listener_acts() -> None:
             warm.release()
 
     late: list[Event] = []
-    desk.arbiter._listeners.insert(0, give_way)
+    desk.arbiter._listeners[Queued].insert(0, give_way)
     desk.arbiter.add_listener(late.append)
     desk.ask(COMFY, "i")
     assert desk.story() == [

@@ -8,7 +8,7 @@ import pytest
 from schedule_kit import System, check_overlaps
 from twisted.internet.testing import StringTransport
 
-from turnstile.engines import comfy_events
+from turnstile.engines import comfy_socket
 from turnstile.sim.graphs import image_graph
 
 
@@ -111,8 +111,10 @@ def _frame(first: int, length: int) -> bytes:
 
 def test_the_event_socket_gathers_no_message_that_it_does_not_need() -> None:
     # A message was gathered whole, however long: previews of tens of megabytes, or what a broken engine never ends.
-    factory: Any = comfy_events.WebSocketClientFactory("ws://127.0.0.1:1/ws", reactor=object())
-    factory.protocol = comfy_events._EventsProtocol
+    factory: Any = comfy_socket.websocket.WebSocketClientFactory(
+        "ws://127.0.0.1:1/ws", reactor=object()
+    )
+    factory.protocol = comfy_socket.EventsProtocol
     factory.sink = sink = _Sink()
     factory.setProtocolOptions(openHandshakeTimeout=0)
     protocol = factory.buildProtocol(None)
@@ -135,7 +137,7 @@ def test_the_event_socket_gathers_no_message_that_it_does_not_need() -> None:
         protocol.dataReceived(_frame(first, 1 << 40))
         for _ in range(100):
             protocol.dataReceived(piece)
-        assert held() < 2 * comfy_events.TEXT_LIMIT
+        assert held() < 2 * comfy_socket.TEXT_LIMIT
         # The frame would go on for long: end it here.
         protocol.current_frame = None
         protocol.inside_message = False

@@ -233,6 +233,16 @@ def test_a_run(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_was_imported_is_no_longer_looked_through_for_garbage(tmp_path):
+    body = (
+        "import gc; self.reactor.callLater(0, lambda: print(gc.get_freeze_count(), file=sys.__stdout__)); "
+        + STOP
+    )
+    run = turn(tmp_path, *OLLAMA, body=body)
+    assert run.returncode == 0, run.stderr
+    assert int(run.stdout) > 10_000
+
+
 def test_help_and_version(tmp_path):
     done = turn(tmp_path, "--help")
     assert done.returncode == 0

@@ -132,6 +132,7 @@ class Transition:
 
 
 Event = Queued | Granted | Abandoned | Released | Transition
+EVENTS: tuple[type[Event], ...] = (Queued, Granted, Abandoned, Released, Transition)
 Listener = Callable[[Event], None]
 
 
@@ -158,7 +159,8 @@ class Arbiter:
         self._holds = 0
         self._closed = False
         self._pumping = False
-        self._listeners: list[Listener] = []
+        #: By kind of event, so that one that nobody wants need not be made.
+        self._listeners: dict[type[Event], list[Listener]] = {kind: [] for kind in EVENTS}
         #: Events that wait for their turn, while a listener is being told of an earlier one.
         self._events: deque[Event] = deque()
         self._telling = False
@@ -205,13 +207,15 @@ class Arbiter:
         """The waiters of one kind, in the order of their lines."""
         return iter(tuple(self._exclusive if kind is Kind.EXCLUSIVE else self._shared))
 
-    def add_listener(self, listener: Listener) -> None:
-        """Call ``listener`` with every event, synchronously and after the state has changed.
+    def add_listener(self, listener: Listener, *kinds: type[Event]) -> None:
+        """Call ``listener`` with every event of ``kinds`` (all, if none is named), synchronously and after the state
+        has changed.
 
         Every listener sees the events in the order in which they happened: one that a listener causes is told after
         the one that is being told. What a listener raises is logged.
         """
-        self._listeners.append(listener)
+        for kind in kinds or EVENTS:
+            self._listeners[kind].append(listener)
 
     # -- asking -----------------------------------------------------------------------------------------------
 
@@ -389,11 +393,11 @@ class Arbiter:
             self._run += 1
         else:
             self._run = 0
-        if self._listeners:
-            if before != tenant:
-                self._emit(Transition(before, tenant, now), Granted(lease, now - asked_at))
-            else:
-                self._emit(Granted(lease, now - asked_at))
+        heard = self._listeners
+        if before is not tenant and before != tenant and heard[Transition]:
+            self._emit(Transition(before, tenant, now), Granted(lease, now - asked_at))
+        elif heard[Granted]:
+            self._emit(Granted(lease, now - asked_at))
         return lease
 
     def _released(self, lease: Lease) -> None:
@@ -404,14 +408,13 @@ class Arbiter:
             self._current = None
             if lease.tenant.kind is Kind.EXCLUSIVE and not self._shared:
                 self._run = 0
-        if self._listeners:
-            if idle:
-                self._emit(
-                    Released(lease, now - lease.granted_at), Transition(lease.tenant, None, now)
-                )
-            else:
-                self._emit(Released(lease, now - lease.granted_at))
-        self._pump()
+        heard = self._listeners
+        if idle and heard[Transition]:
+            self._emit(Released(lease, now - lease.granted_at), Transition(lease.tenant, None, now))
+        elif heard[Released]:
+            self._emit(Released(lease, now - lease.granted_at))
+        if self._shared or self._exclusive:
+            self._pump()
 
     def _leave(self, waiter: Waiter, why: str) -> bool:
         """Take ``waiter`` out of its line; false if it is in none (granted or gone)."""
@@ -450,7 +453,7 @@ class Arbiter:
         try:
             while self._events:
                 event = self._events.popleft()
-                for listener in self._listeners:
+                for listener in self._listeners[type(event)]:
                     try:
                         listener(event)
                     except Exception:

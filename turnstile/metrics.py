@@ -1,7 +1,8 @@
 """Prometheus metrics.
 
 What happens is counted in plain Python numbers and put into prometheus_client's shape only when somebody asks, since
-the counting is in the path of every request; gauges are read from the arbiter and the card at that moment.
+the counting is in the path of every request; gauges are read from the arbiter and the card at that moment. Nor is
+prometheus_client imported before.
 """
 
 from __future__ import annotations
@@ -9,23 +10,17 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any
-
-from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    InfoMetricFamily,
-    Metric,
-)
-from prometheus_client.registry import Collector
+from typing import TYPE_CHECKING, Any
 
 from turnstile import __version__
 from turnstile.arbiter import Abandoned, Arbiter, Event, Granted, Kind
 from turnstile.card import Card, Degraded, Eviction
 from turnstile.engines.base import Engine
 from turnstile.vram.back import Back
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.core import Metric
 
 PREFIX = "gpu_turnstile_"
 #: From a grant that hardly waited to JOB_TIMEOUT.
@@ -72,7 +67,7 @@ class _Histogram:
         return found
 
 
-class Metrics(Collector):
+class Metrics:
     """Everything that is counted, and the registry that shows it.
 
     :param registry: where to register; ``None`` makes one of our own, with the process's own figures beside ours.
@@ -104,12 +99,21 @@ class Metrics(Collector):
         self._engines: Sequence[Engine] = ()
         self._vram: dict[str, float] = {}
         self._memory_wait: defaultdict[str, _Histogram] = defaultdict(_Histogram)
-        if registry is None:
-            registry = CollectorRegistry()
-            ProcessCollector(registry=registry)
-            PlatformCollector(registry=registry)
-        self.registry = registry
-        registry.register(self)
+        self._registry = registry
+        if registry is not None:
+            registry.register(self)
+
+    @property
+    def registry(self) -> CollectorRegistry:
+        """The registry that shows all this."""
+        if self._registry is None:
+            from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
+
+            self._registry = CollectorRegistry()
+            ProcessCollector(registry=self._registry)
+            PlatformCollector(registry=self._registry)
+            self._registry.register(self)
+        return self._registry
 
     # -- what others tell -------------------------------------------------------------------------------------
 
@@ -117,7 +121,7 @@ class Metrics(Collector):
         """Count what happens at ``arbiter`` and ``card``, and show their state."""
         self._arbiter = arbiter
         self._card = card
-        arbiter.add_listener(self._arbiter_event)
+        arbiter.add_listener(self._arbiter_event, Granted, Abandoned)
         card.add_listener(self._degraded_interval)
         card.add_eviction_listener(self._evicted)
 
@@ -285,6 +289,8 @@ class Metrics(Collector):
             ["outcome"],
             {(outcome,): histogram for outcome, histogram in sorted(self._memory_wait.items())},
         )
+        from prometheus_client.core import InfoMetricFamily
+
         info = InfoMetricFamily(PREFIX + "build", "The turnstile that runs here.")
         info.add_metric([], {"version": self._version})
         yield info
@@ -362,6 +368,8 @@ class Metrics(Collector):
 
 
 def _counter(name: str, text: str, labels: list[str], values: Any) -> Metric:
+    from prometheus_client.core import CounterMetricFamily
+
     family = CounterMetricFamily(PREFIX + name, text, labels=labels)
     for key, value in sorted(values.items()):
         family.add_metric(key, value)
@@ -369,6 +377,8 @@ def _counter(name: str, text: str, labels: list[str], values: Any) -> Metric:
 
 
 def _gauge(name: str, text: str, labels: list[str], values: Any) -> Metric:
+    from prometheus_client.core import GaugeMetricFamily
+
     family = GaugeMetricFamily(PREFIX + name, text, labels=labels)
     for key, value in values.items():
         family.add_metric(key, value)
@@ -376,6 +386,8 @@ def _gauge(name: str, text: str, labels: list[str], values: Any) -> Metric:
 
 
 def _histogram(name: str, text: str, labels: list[str], values: Any) -> Metric:
+    from prometheus_client.core import HistogramMetricFamily
+
     family = HistogramMetricFamily(PREFIX + name, text, labels=labels)
     for key, value in values.items():
         family.add_metric(key, value.buckets(), value.total)

@@ -25,7 +25,7 @@ class Narrator:
     """Listens to the arbiter and the card, and tells the log."""
 
     def __init__(self, arbiter: Arbiter, card: Card) -> None:
-        arbiter.add_listener(self._arbiter_event)
+        arbiter.add_listener(self._arbiter_event, Queued, Granted, Abandoned, Transition)
         card.add_listener(self._degraded)
         card.add_eviction_listener(self._evicted)
 

@@ -50,6 +50,7 @@ from turnstile.narrator import Narrator
 from turnstile.proxy.resource import EngineResource
 from turnstile.proxy.retry import RetryPolicy
 from turnstile.proxy.site import ProxySite
+from turnstile.proxy.sockets import SocketLoop, socket_loop
 from turnstile.proxy.upstream import UpstreamPool
 from turnstile.proxy.vigil import Vigil
 from turnstile.sdlaunch import Spawns, make_launch
@@ -94,6 +95,7 @@ class TurnstileService(Service):
         self.metrics.connect(self.arbiter, self.card)
         self.narrator = Narrator(self.arbiter, self.card)
         self.vigil = Vigil(reactor)
+        self._sockets = socket_loop(reactor)
         self.ollama: OllamaEngine | None = None
         self.comfy: ComfyEngine | None = None
         self.llama: LlamaEngine | None = None
@@ -403,7 +405,7 @@ class TurnstileService(Service):
 
     def _pool(self, upstream: Upstream) -> UpstreamPool:
         pool = UpstreamPool(
-            self._reactor,
+            self._sockets,
             upstream,
             timeout=self.config.connect_timeout,
             trust_root=self._trust_root,
@@ -462,6 +464,8 @@ class TurnstileService(Service):
 
     def _bound(self, port: Any, name: str) -> None:
         self.ports[name] = port
+        if isinstance(self._sockets, SocketLoop):
+            self._sockets.adopt(port)
         _log.info("{listener} listens on {address}", listener=name, address=str(port.getHost()))
 
     def _not_bound(self, failure: Failure, name: str, text: str) -> None:

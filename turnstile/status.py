@@ -10,8 +10,6 @@ from datetime import UTC, datetime
 from itertools import islice
 from typing import Any
 
-from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import choose_encoder
 from twisted.internet.interfaces import IReactorTime
 from twisted.logger import Logger
 from twisted.web.resource import Resource
@@ -31,7 +29,7 @@ class StateRecorder:
 
     def __init__(self, arbiter: Arbiter) -> None:
         self.transitions: deque[Transition] = deque(maxlen=REMEMBERED)
-        arbiter.add_listener(self._heard)
+        arbiter.add_listener(self._heard, Transition)
 
     def _heard(self, event: Event) -> None:
         if type(event) is Transition:
@@ -78,15 +76,17 @@ class MetricsResource(Page):
     reactor's thread changes what it reads.
     """
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, metrics: Metrics) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._registry = registry
+        self._metrics = metrics
 
     def render_GET(self, request: Any) -> bytes:
         """Answer with all metrics."""
+        from prometheus_client.exposition import choose_encoder
+
         accept = (request.getHeader(b"accept") or b"").decode("latin-1")
         encode, content_type = choose_encoder(_OPENMETRICS if _OPENMETRICS in accept else "")
-        return self.answer(request, content_type, encode(self._registry))
+        return self.answer(request, content_type, encode(self._metrics.registry))
 
 
 class StateResource(Page):
@@ -247,7 +247,7 @@ def make_status_tree(
     :param vram: as for :class:`StateResource`.
     """
     health = HealthResource(arbiter)
-    numbers = MetricsResource(metrics.registry)
+    numbers = MetricsResource(metrics)
     recorder = StateRecorder(arbiter)
     state = StateResource(
         arbiter, card, engines, clock, version, recorder, metrics, vram=vram, wall=wall

@@ -46,7 +46,7 @@ class Warmer:
         self._expiry: IDelayedCall | None = None
         self._loading: Deferred[None] | None = None
         self._lease: Lease | None = None
-        arbiter.add_listener(self._event)
+        arbiter.add_listener(self._event, Queued, Transition)
 
     @property
     def busy(self) -> bool:

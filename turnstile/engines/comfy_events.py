@@ -11,24 +11,15 @@ import uuid
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from autobahn.twisted.websocket import WebSocketClientFactory, WebSocketClientProtocol
 from twisted.internet.defer import CancelledError, Deferred
 from twisted.internet.endpoints import HostnameEndpoint, wrapClientTLS
 from twisted.internet.interfaces import IDelayedCall, IReactorTime
-from twisted.logger import Logger
 from twisted.python.failure import Failure
 from twisted.web.client import BrowserLikePolicyForHTTPS
 
 #: Seconds until the first attempt to connect again, doubling up to the most.
 FIRST_DELAY = 0.1
 MOST_DELAY = 5.0
-
-#: Seconds between our pings, and for which an answer is waited.
-PING_INTERVAL = 10.0
-PING_TIMEOUT = 10.0
-
-#: Text messages above this size are outputs, which nobody here needs.
-TEXT_LIMIT = 256 * 1024
 
 
 class Sink(Protocol):
@@ -153,51 +144,6 @@ class _Attempt:
         self._stream._lost(self)
 
 
-# -- the socket itself ---------------------------------------------------------------------------------------------
-
-
-class _EventsProtocol(WebSocketClientProtocol):  # type: ignore[misc]
-    """Hands text to a sink, drops everything else."""
-
-    log = Logger()
-    _text: list[bytes] | None = None
-    _size = 0
-
-    def onOpen(self) -> None:
-        self.factory.sink.opened()
-
-    # autobahn would gather every message whole: previews of a job without a client id come to every socket, tens of
-    # megabytes each, and how long a message gets is the engine's affair.
-
-    def onMessageBegin(self, isBinary: bool) -> None:
-        self._text = None if isBinary else []
-        self._size = 0
-
-    def onMessageFrameBegin(self, length: int) -> None:
-        """Nothing: pieces are counted as they come."""
-
-    def onMessageFrameData(self, payload: bytes) -> None:
-        if self._text is not None:
-            self._size += len(payload)
-            if self._size > TEXT_LIMIT:
-                self._text = None
-            else:
-                self._text.append(payload)
-
-    def onMessageFrameEnd(self) -> None:
-        """Nothing: the message is what counts."""
-
-    def onMessageEnd(self) -> None:
-        text, self._text = self._text, None
-        if text is not None:
-            self.factory.sink.text(b"".join(text))
-
-    def connectionLost(self, reason: Failure) -> None:
-        # Not onClose: that is not called where the connection ends before the handshake did.
-        super().connectionLost(reason)
-        self.factory.sink.lost(reason.getErrorMessage())
-
-
 def make_connect_events(
     reactor: Any, upstream: Any, *, connect_timeout: float, context_factory: Any = None
 ) -> ConnectEvents:
@@ -214,17 +160,10 @@ def make_connect_events(
     base = "ws" + upstream.url.removeprefix("http")
 
     def connect(sink: Sink) -> Callable[[], None]:
+        from turnstile.engines.comfy_socket import events_factory
+
         url = f"{base}/ws?clientId=turnstile-{uuid.uuid4()}"
-        # Without offers permessage-deflate is not spoken: small messages on a near network gain nothing.
-        factory = WebSocketClientFactory(url, reactor=reactor)
-        factory.protocol = _EventsProtocol
-        factory.sink = sink
-        factory.setProtocolOptions(
-            openHandshakeTimeout=connect_timeout,
-            autoPingInterval=PING_INTERVAL,
-            autoPingTimeout=PING_TIMEOUT,
-        )
-        factory.noisy = False
+        factory = events_factory(url, reactor, sink, connect_timeout)
         silent = False
         d: Deferred[Any] = endpoint.connect(factory)
         connected: list[Any] = []

@@ -36,8 +36,9 @@ RESEND_AFTER = 2.0
 #: Seconds after which a ``/free`` that failed is sent again. Until one is answered only memory that fell is evidence.
 RETRY_AFTER = 0.25
 
-FIRST_DELAY = 0.01
-BACKOFF = 1.5
+#: Seconds between two looks at first and at most; in between, this share of the time so far.
+FIRST_DELAY = 0.003
+PATIENCE = 0.06
 MOST_DELAY = 0.25
 LOOK_TIMEOUT = 5.0
 #: Seconds of refused connections after which a ComfyUI that answered before is taken for gone.
@@ -172,9 +173,9 @@ class Freer:
         :param overtaken: whether work of our own began meanwhile, so that nothing can be confirmed any more.
         """
         clock = self._clock
-        deadline = clock.seconds() + timeout
+        began = clock.seconds()
+        deadline = began + timeout
         told: set[type[BaseException]] = set()
-        delay = FIRST_DELAY
         answered = measured = False
         refused_at: float | None = None
         #: When /free was sent, and when it was last answered well: only then has the worker been told.
@@ -243,9 +244,9 @@ class Freer:
                     self.log.warn(
                         "ComfyUI: freeing meets an error: {error}", error=str(e) or type(e).__name__
                     )
-            left = deadline - clock.seconds()
-            yield deferLater(clock, max(0.0, min(delay, left)))
-            delay = min(delay * BACKOFF, MOST_DELAY)
+            now = clock.seconds()
+            delay = min(max(FIRST_DELAY, (now - began) * PATIENCE), MOST_DELAY)
+            yield deferLater(clock, max(0.0, min(delay, deadline - now)))
         if overtaken():
             # The card knows that the engine got work meanwhile, and keeps it as resident.
             return Eviction.CONFIRMED

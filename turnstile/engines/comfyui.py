@@ -132,7 +132,7 @@ class ComfyEngine:
         self._stopped = False
         self._listeners: list[JobListener] = []
         self._past: deque[dict[str, Any]] = deque(maxlen=20)
-        arbiter.add_listener(self._arbiter_event)
+        arbiter.add_listener(self._arbiter_event, Queued, Transition)
 
     # -- life ------------------------------------------------------------------------------------------------------
 

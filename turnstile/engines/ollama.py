@@ -33,8 +33,10 @@ SETTLE_LOOKS = 3
 #: Seconds after an abort for which the beginning of an image job is guarded.
 ABORT_MEMORY = 30.0
 
-FIRST_DELAY = 0.01
-BACKOFF = 1.5
+#: Seconds between two looks at first, and the share of the time so far that is waited later: whatever an unload takes,
+#: not much more of it is lost before it is noticed.
+FIRST_DELAY = 0.003
+PATIENCE = 0.06
 #: The most seconds one look or one unload may take.
 LOOK_TIMEOUT = 5.0
 #: Seconds after which a model that is still listed is told to leave again.
@@ -92,7 +94,10 @@ def is_unload_only(target: bytes, body: bytes) -> bool:
     As strict as can be, since a wrong yes lets a model load beside an image job: Go's decoder ignores case in keys,
     takes the last of two equal ones and stops after the first value, so all of that is a no.
     """
-    if len(body) > UNLOAD_BODY_LIMIT or target.partition(b"?")[0] not in _PEEKED:
+    # Most chats say nothing of keep_alive, and need not be parsed.
+    if b'"keep_alive"' not in body or len(body) > UNLOAD_BODY_LIMIT:
+        return False
+    if target.partition(b"?")[0] not in _PEEKED:
         return False
     try:
         data = json.loads(
@@ -312,7 +317,6 @@ class OllamaEngine:
                 )
 
         unloader = _Unloader(self._client, self._clock, complain)
-        delay = FIRST_DELAY
         empties = 0
         empty_since = began
         answered = False
@@ -339,12 +343,12 @@ class OllamaEngine:
                     if empties and self._believe(empties, empty_since):
                         return Eviction.CONFIRMED
                     unloader.ask(models)
-                pause = min(delay, deadline - self._clock.seconds())
+                now = self._clock.seconds()
+                pause = min((now - began) * PATIENCE, self.unload_poll_interval, deadline - now)
                 if empties and self._aborted_at is not None:
                     # The look that ends the settle time is made when it ends.
                     pause = min(pause, self._aborted_at + SETTLE_TIME - self._clock.seconds())
                 yield deferLater(self._clock, max(FIRST_DELAY, pause))
-                delay = min(delay * BACKOFF, max(self.unload_poll_interval, FIRST_DELAY))
             self.log.warn(
                 "Ollama did not unload within {seconds:g} s",
                 seconds=self.unload_timeout,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import attrs
@@ -17,6 +18,18 @@ from turnstile.engines.base import Admission
 from turnstile.log import redact_target
 from turnstile.proxy.gate import Busy, Ending, Gate
 from turnstile.proxy.http1 import Headers, RequestHead
+
+
+def _label(method: bytes, target: bytes) -> str:
+    """What a request is called in lines and lists."""
+    if len(target) > 64 or b"?" in target:
+        return f"{method.decode('latin-1')} {redact_target(target)}"
+    return _plain_label(method, target)
+
+
+@lru_cache(maxsize=256)
+def _plain_label(method: bytes, target: bytes) -> str:
+    return f"{method.decode('latin-1')} {redact_target(target)}"
 
 
 @attrs.frozen(kw_only=True)
@@ -48,7 +61,7 @@ class LeaseGate:
 
     def __init__(self, claim: Claim, head: RequestHead, client: str) -> None:
         self._claim = claim
-        self._label = f"{head.method.decode('latin-1')} {redact_target(head.target)}"
+        self._label = _label(head.method, head.target)
         self._client = client
         self._waited = 0.0
         self.lease: Lease | None = None

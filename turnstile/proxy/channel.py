@@ -29,7 +29,7 @@ from turnstile.proxy.http1 import (
 )
 from turnstile.proxy.pages import render_page
 from turnstile.proxy.vigil import notice_dead_peers, socket_below
-from turnstile.proxy.websocket import is_websocket_upgrade
+from turnstile.proxy.ws_handshake import is_websocket_upgrade
 
 if TYPE_CHECKING:
     from turnstile.proxy.site import ProxySite
@@ -225,12 +225,12 @@ class ProxyChannel(Protocol):
     def _start(self, head: RequestHead, rest: bytes) -> bool:
         """Begin to serve one request; true if the connection was given away."""
         site = self.site
-        for mark in site.marks:
-            if mark in head.raw:
-                self._refuse(site.looped(mark))
-                return True
-        page = site.pages.get(head.path)
-        if page is not None:
+        if head.mark:
+            for mark in site.marks:
+                if mark in head.mark:
+                    self._refuse(site.looped(mark))
+                    return True
+        if head.path in site.pages:
             self._serve_page(head, rest)
             return False
         if (
@@ -246,11 +246,11 @@ class ProxyChannel(Protocol):
             site.relay(self, head, rest)
             site.channel_gone(self)
             return True
-        self._framing = head.framing()
         resource = site.resource if site.route is None else site.route(head)
         exchange = self.exchange = Exchange(self, head, resource)
-        if self._framing.done:
-            self._framing = None
+        if head.has_body:
+            self._framing = head.framing()
+        if self._framing is None:
             self._buffer = rest
             exchange.request_complete()
         elif rest:

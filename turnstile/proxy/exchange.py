@@ -17,7 +17,13 @@ from turnstile.engines.base import Admission
 from turnstile.log import Logger
 from turnstile.proxy.errors import error_response
 from turnstile.proxy.gate import Busy, Ending, Gate
-from turnstile.proxy.http1 import BadMessage, ChunkedBody, RequestHead, ResponseHead
+from turnstile.proxy.http1 import (
+    BadMessage,
+    ChunkedBody,
+    RequestHead,
+    ResponseHead,
+    join_fields,
+)
 from turnstile.proxy.retry import SAFE_METHODS
 
 if TYPE_CHECKING:
@@ -35,6 +41,7 @@ PEEK_TIMEOUT = 1.0
 
 # Room for the framing of a body in a few chunks.
 _MAX_PEEK_WIRE = MAX_PEEK + 256
+_OK = b"HTTP/1.1 200 OK\r\n"
 _UNBUFFERED_TYPES = (b"text/event-stream", b"application/x-ndjson")
 
 
@@ -75,6 +82,7 @@ class Exchange:
         "_resource",
         "_response",
         "_started",
+        "_unsent",
         "client",
         "status",
     )
@@ -106,6 +114,8 @@ class Exchange:
         self._keep_alive = False
         self._capture: list[bytes] | None = None
         self._capture_left = 0
+        #: The head of the answer, until it goes out with the first bytes of the body.
+        self._unsent = b""
         self._ended = False
         #: Whether the upstream said anything since :meth:`silent` was asked last.
         self._heard = False
@@ -188,7 +198,7 @@ class Exchange:
             # Carried through: the answer is still needed, if only to know what was started.
             self._resource.carried.add(self)
             if self._conn is not None:
-                self._conn.transport.resumeProducing()
+                self._conn.resume()
             return
         self._cancel_pending()
         self._drop_upstream()
@@ -196,11 +206,11 @@ class Exchange:
 
     def client_paused(self) -> None:
         if self._conn is not None:
-            self._conn.transport.pauseProducing()
+            self._conn.pause()
 
     def client_resumed(self) -> None:
         if self._conn is not None:
-            self._conn.transport.resumeProducing()
+            self._conn.resume()
 
     # -- admission --------------------------------------------------------------------------------------------
 
@@ -400,7 +410,7 @@ class Exchange:
         if head.status < 200:
             # 100 answers an expectation that was never sent on; others are for the client to use.
             if head.status != 100 and channel is not None and self._head.minor == 1:
-                channel.transport.write(_status_line(head) + _join(head.fields) + b"\r\n")
+                channel.transport.write(_status_line(head) + join_fields(head.fields) + b"\r\n")
             return
         if (
             self._resource.retry.repeats_status(self._head.method, head.status, self._repeated)
@@ -417,9 +427,13 @@ class Exchange:
         if self._gate is not None:
             self._gate.answered(head.status, head.fields)
         self.status = head.status
-        if channel is None:
-            return
-        channel.transport.write(self._response_head(head, channel))
+        if channel is not None:
+            self._unsent = self._response_head(head, channel)
+
+    def response_flush(self) -> None:
+        unsent, self._unsent = self._unsent, b""
+        if unsent and self._channel is not None:
+            self._channel.transport.write(unsent)
 
     def _response_head(self, head: ResponseHead, channel: ProxyChannel) -> bytes:
         request = self._head
@@ -448,7 +462,7 @@ class Exchange:
             # Keeps nginx and its like between us and the client from holding the stream back.
             extra += b"X-Accel-Buffering: no\r\n"
         self._keep_alive = keep_alive
-        return _status_line(head) + _join(head.fields) + extra + b"\r\n"
+        return b"%s%s%s\r\n" % (_status_line(head), join_fields(head.fields), extra)
 
     def response_data(self, raw: bytes, payload: list[bytes] | None) -> None:
         self._heard = True
@@ -466,9 +480,14 @@ class Exchange:
             raw = b"".join(payload)
             if not raw:
                 return
+        if self._unsent:
+            raw = self._unsent + raw
+            self._unsent = b""
         channel.transport.write(raw)
 
     def response_done(self) -> None:
+        if self._unsent:
+            self.response_flush()
         self._conn = None
         channel, self._channel = self._channel, None
         self._end(Ending.DONE)
@@ -502,6 +521,7 @@ class Exchange:
         self._fail(502, problem)
 
     def _truncate(self, reason: Failure) -> None:
+        self.response_flush()
         channel, self._channel = self._channel, None
         self._end(Ending.UPSTREAM_LOST)
         if channel is not None:
@@ -605,8 +625,6 @@ class Exchange:
 
 
 def _status_line(head: ResponseHead) -> bytes:
+    if head.status == 200 and head.reason == b"OK":
+        return _OK
     return b"HTTP/1.1 %d %s\r\n" % (head.status, head.reason)
-
-
-def _join(fields: list[tuple[bytes, bytes]]) -> bytes:
-    return b"".join([b"%s: %s\r\n" % field for field in fields])

@@ -8,6 +8,7 @@ is refused, since such a message may carry a second request past the lock (reque
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import Final
 
 Headers = list[tuple[bytes, bytes]]
@@ -28,17 +29,20 @@ _TOKEN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
 _METHOD = rb"[!#$%&'*+\-.^_`|~0-9A-Z]+"
 _REQUEST_LINE = re.compile(rb"(" + _METHOD + rb") ([!-\"$-~\x80-\xff]+) HTTP/1\.([01])\r\n")
 _STATUS_LINE = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9][0-9])(?: ([\t\x20-\x7e\x80-\xff]*))?\r\n")
-# Anchored behind a line feed, so that a match never begins inside a line that is not a field.
-_FIELD = re.compile(rb"(?<=\n)(" + _TOKEN + rb"):[ \t]*([^\x00-\x08\x0a-\x1f\x7f]*)\r\n")
+# Anchored behind a line feed, so that a match never begins inside a line that is not a field. The first does not match
+# values that end in white space, which would have to be cut off.
+_FIELD = re.compile(rb"(?<=\n)(" + _TOKEN + rb"):[ \t]*([^\x00-\x08\x0a-\x1f\x7f]*)(?<![ \t])\r\n")
+_PADDED_FIELD = re.compile(rb"(?<=\n)(" + _TOKEN + rb"):[ \t]*([^\x00-\x08\x0a-\x1f\x7f]*)\r\n")
 _EMPTY_LINES = re.compile(rb"(?:\r\n)+")
 _BARE_LF = re.compile(rb"(?<!\r)\n")
 _CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,16})(?:[ \t]*;[^\x00-\x08\x0a-\x1f\x7f]*)?\r\n")
 _TRAILERS = re.compile(rb"(?:" + _TOKEN + rb":[^\x00-\x08\x0a-\x1f\x7f]*\r\n)*\r\n")
-_LENGTH = re.compile(rb"[0-9]{1,18}")
 _HOST = re.compile(
     rb"(?:\[[0-9A-Fa-f:.%A-Za-z]+\]|[A-Za-z0-9._~!$&'()*+,;=%\-\x80-\xff]*)(?::[0-9]*)?"
 )
 _ABSOLUTE = re.compile(rb"[Hh][Tt][Tt][Pp][Ss]?://([^/?]*)")
+
+_colon: Final = b": ".join
 
 #: RFC 9110 section 7.6.1, and the older names that proxies must not pass on either.
 HOP_BY_HOP: Final = frozenset(
@@ -53,6 +57,8 @@ HOP_BY_HOP: Final = frozenset(
         b"upgrade",
     )
 )
+#: What calls of our own to engines carry (:mod:`turnstile.engines.client`).
+CALL_MARK: Final = b"x-turnstile-call"
 # Fields that decide how a message is read; a Connection header cannot name them away.
 _FRAMING_FIELDS: Final = frozenset((b"content-length", b"transfer-encoding", b"host"))
 _REQUEST_SPECIAL: Final = HOP_BY_HOP | {
@@ -62,6 +68,7 @@ _REQUEST_SPECIAL: Final = HOP_BY_HOP | {
     b"x-forwarded-for",
     b"x-forwarded-proto",
     b"x-forwarded-host",
+    CALL_MARK,
 }
 _RESPONSE_SPECIAL: Final = (HOP_BY_HOP - {b"proxy-authenticate"}) | {
     b"content-length",
@@ -149,7 +156,7 @@ class ChunkedBody(Framing):
     """A body in the chunked coding (RFC 9112 section 7.1), its trailer section included."""
 
     __slots__ = ("_data_left", "_state")
-    _SIZE, _DATA, _DATA_END, _TRAILER = range(4)
+    _SIZE, _DATA, _DATA_END = range(3)
 
     def __init__(self) -> None:
         self.done = False
@@ -161,7 +168,30 @@ class ChunkedBody(Framing):
         end = len(data)
         state = self._state
         while pos < end:
-            if state == self._DATA:
+            if state == self._SIZE:
+                match = _CHUNK_LINE.match(data, pos)
+                if match is None:
+                    if _refuse_partial(data, pos, MAX_CHUNK_LINE):
+                        raise BadMessage("invalid chunk size line")
+                    break
+                begin = match.end()
+                if begin - pos > MAX_CHUNK_LINE:
+                    raise BadMessage("chunk size line too long")
+                size = int(match[1], 16)
+                if not size:
+                    pos = self._last(data, pos, begin)
+                    break
+                after = begin + size
+                if data[after : after + 2] == b"\r\n":
+                    # The whole chunk is here, as it mostly is.
+                    if payload is not None:
+                        payload.append(data[begin:after])
+                    pos = after + 2
+                else:
+                    self._data_left = size
+                    state = self._DATA
+                    pos = begin
+            elif state == self._DATA:
                 size = min(self._data_left, end - pos)
                 if payload is not None:
                     payload.append(data[pos : pos + size])
@@ -170,7 +200,7 @@ class ChunkedBody(Framing):
                 if self._data_left:
                     break
                 state = self._DATA_END
-            elif state == self._DATA_END:
+            else:
                 if data.startswith(b"\r\n", pos):
                     pos += 2
                     state = self._SIZE
@@ -178,33 +208,24 @@ class ChunkedBody(Framing):
                     break
                 else:
                     raise BadMessage("chunk data is not followed by CRLF")
-            elif state == self._SIZE:
-                match = _CHUNK_LINE.match(data, pos)
-                if match is None:
-                    if _refuse_partial(data, pos, MAX_CHUNK_LINE):
-                        raise BadMessage("invalid chunk size line")
-                    break
-                if match.end() - pos > MAX_CHUNK_LINE:
-                    raise BadMessage("chunk size line too long")
-                self._data_left = int(match.group(1), 16)
-                if self._data_left:
-                    state = self._DATA
-                    pos = match.end()
-                else:
-                    # The last chunk is handed on together with its trailers, once all of them are here.
-                    trailers = _TRAILERS.match(data, match.end())
-                    if trailers is None:
-                        section = data[match.end() :]
-                        if len(section) > MAX_TRAILERS or _bad_trailers(section):
-                            raise BadMessage("invalid trailer section")
-                        break
-                    if trailers.end() - match.end() > MAX_TRAILERS:
-                        raise BadMessage("trailer section too long")
-                    pos = trailers.end()
-                    self.done = True
-                    break
         self._state = state
         return pos
+
+    def _last(self, data: bytes, pos: int, begin: int) -> int:
+        """Where the last chunk, whose size line is from ``pos`` to ``begin``, ends with its trailers.
+
+        It is handed on together with them, once all of them are here: until then that is ``pos``.
+        """
+        trailers = _TRAILERS.match(data, begin)
+        if trailers is None:
+            section = data[begin:]
+            if len(section) > MAX_TRAILERS or _bad_trailers(section):
+                raise BadMessage("invalid trailer section")
+            return pos
+        if trailers.end() - begin > MAX_TRAILERS:
+            raise BadMessage("trailer section too long")
+        self.done = True
+        return trailers.end()
 
 
 def _refuse_partial(data: bytes, pos: int, limit: int) -> bool:
@@ -241,6 +262,7 @@ class RequestHead:
         "forwarded_proto",
         "host",
         "keep_alive",
+        "mark",
         "method",
         "minor",
         "raw",
@@ -267,6 +289,8 @@ class RequestHead:
     forwarded_for: list[bytes]
     forwarded_proto: bytes | None
     forwarded_host: bytes | None
+    #: The value of :data:`CALL_MARK`; empty: none.
+    mark: bytes
     raw: bytes
 
     def header(self, name: bytes) -> bytes | None:
@@ -338,7 +362,7 @@ def head_end(data: bytes, searched: int = 0) -> int:
     :param searched: how many bytes are known not to hold the end.
     :raises BadMessage: if it can be told already that no valid head will come of it (too long, bare line feeds).
     """
-    start = max(0, searched - 3)
+    start = searched - 3 if searched > 3 else 0
     end = data.find(b"\r\n\r\n", start)
     if end >= 0:
         if end + 4 > MAX_HEAD:
@@ -362,19 +386,33 @@ def _fields(head: bytes, start: int) -> Headers:
     fields: Headers = _FIELD.findall(head, start)
     # One line feed for each field and one for the empty line: anything else is a line that is not a field, or a line
     # feed on its own.
-    if head.count(b"\n", start) != len(fields) + 1:
-        raise BadMessage("malformed header field")
-    if len(fields) > MAX_FIELDS:
-        raise BadMessage("too many header fields", 431)
-    if b" \r\n" in head or b"\t\r\n" in head:
+    lines = head.count(b"\n", start) - 1
+    if lines != len(fields):
+        fields = _PADDED_FIELD.findall(head, start)
+        if lines != len(fields):
+            raise BadMessage("malformed header field")
         fields = [(name, value.rstrip(b" \t")) for name, value in fields]
+    if lines > MAX_FIELDS:
+        raise BadMessage("too many header fields", 431)
     return fields
 
 
+@lru_cache(maxsize=128)
+def _is_authority(value: bytes) -> bool:
+    """Whether a Host may look like this. Clients come with the same few again and again."""
+    return _HOST.fullmatch(value) is not None
+
+
 def _content_length(values: list[bytes]) -> int:
-    if len(values) != 1 or _LENGTH.fullmatch(values[0]) is None:
+    value = values[0]
+    if len(values) != 1 or len(value) > 18 or not value.isdigit():
         raise BadMessage("invalid or repeated Content-Length")
-    return int(values[0])
+    return int(value)
+
+
+def join_fields(fields: Headers) -> bytes:
+    """The lines of header fields."""
+    return b"\r\n".join(map(_colon, fields)) + b"\r\n" if fields else b""
 
 
 def _tokens(values: list[bytes]) -> list[bytes]:
@@ -407,6 +445,7 @@ def parse_request(head: bytes) -> RequestHead:
     result.forwarded_for = []
     result.forwarded_proto = result.forwarded_host = None
     result.expect_continue = False
+    result.mark = b""
     fields: Headers = []
     for field in received:
         name = field[0].lower()
@@ -432,6 +471,9 @@ def parse_request(head: bytes) -> RequestHead:
             result.forwarded_proto = field[1]
         elif name == b"x-forwarded-host":
             result.forwarded_host = field[1]
+        elif name == CALL_MARK:
+            result.mark += field[1]
+            fields.append(field)
     result.authority = None
     if target[0] != 47:
         target = _origin_form(result, target)
@@ -442,7 +484,7 @@ def parse_request(head: bytes) -> RequestHead:
         result.host = None
     else:
         result.host = hosts[0]
-        if _HOST.fullmatch(hosts[0]) is None:
+        if not _is_authority(hosts[0]):
             raise BadMessage("invalid Host")
     result.content_length = _content_length(lengths) if lengths else None
     result.te_chunked = False
@@ -480,7 +522,7 @@ def _origin_form(result: RequestHead, target: bytes) -> bytes:
     if match is None:
         raise BadMessage("unsupported form of the request target")
     authority = match.group(1)
-    if not authority or _HOST.fullmatch(authority) is None:
+    if not authority or not _is_authority(authority):
         raise BadMessage("invalid authority in the request target")
     result.authority = authority
     rest = target[match.end() :]

@@ -12,7 +12,7 @@ from twisted.web.server import NOT_DONE_YET
 from turnstile import log as tlog
 from turnstile.engines.base import Admission
 from turnstile.proxy.gate import Ending, Gate
-from turnstile.proxy.http1 import BadMessage, Headers, RequestHead
+from turnstile.proxy.http1 import BadMessage, Headers, RequestHead, join_fields
 from turnstile.proxy.retry import RetryPolicy
 from turnstile.proxy.upstream import UpstreamPool
 
@@ -143,11 +143,10 @@ class EngineResource(ReverseProxyResource):
             framing = b"Content-Length: %d\r\n\r\n" % head.content_length
         else:
             framing = b"\r\n"
-        lines = [b"%s: %s\r\n" % field for field in self.upstream_fields(head, client)]
         return b"%s %s HTTP/1.1\r\n%s%s" % (
             head.method,
             self.upstream_target(head),
-            b"".join(lines),
+            join_fields(self.upstream_fields(head, client)),
             framing,
         )
 

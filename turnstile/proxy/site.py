@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from twisted.internet.defer import Deferred, succeed
 from twisted.internet.interfaces import IAddress, IDelayedCall, IProtocolFactory
@@ -17,7 +17,9 @@ from turnstile.proxy.http1 import BadMessage, RequestHead
 from turnstile.proxy.resource import EngineResource
 from turnstile.proxy.retry import connect_with_backoff
 from turnstile.proxy.vigil import Vigil
-from turnstile.proxy.websocket import UpgradeRequest, WebSocketRelay, start_relay
+
+if TYPE_CHECKING:
+    from turnstile.proxy.websocket import WebSocketRelay
 
 _log = tlog.Logger()
 
@@ -88,6 +90,8 @@ class ProxySite(Factory):
 
     def relay(self, channel: ProxyChannel, head: RequestHead, leftover: bytes) -> None:
         """Give a connection that asks for a WebSocket to the relay."""
+        from turnstile.proxy.websocket import UpgradeRequest, start_relay
+
         resource = self.resource
         pool = resource.pool
         engine = resource.policy.engine

@@ -55,7 +55,13 @@ class ResponseSink(Protocol):
         """Whether the whole request was handed to the connection."""
         ...
 
-    def response_head(self, head: ResponseHead) -> None: ...
+    def response_head(self, head: ResponseHead) -> None:
+        """The head may be kept back until it can go out with the first bytes of the body …"""
+        ...
+
+    def response_flush(self) -> None:
+        """… of which there are none yet."""
+        ...
 
     def response_data(self, raw: bytes, payload: list[bytes] | None) -> None: ...
 
@@ -93,6 +99,8 @@ class UpstreamConnection(TwistedProtocol):
         self._expecting = False
         #: Whether the peer reads slower than it is written to.
         self._choked = False
+        self._paused = False
+        self._handle: Any = None
 
     # -- life of the connection -------------------------------------------------------------------------------
 
@@ -101,6 +109,8 @@ class UpstreamConnection(TwistedProtocol):
             self.transport.setTcpNoDelay(True)
         self.transport.registerProducer(self, True)
         if not self.pool.tls:
+            # The endpoint's wrapper has done its work, and would be in the way of every read.
+            self.transport.protocol = self
             self._connected()
 
     def handshakeCompleted(self) -> None:
@@ -156,9 +166,11 @@ class UpstreamConnection(TwistedProtocol):
         """Whether the peer has closed or said something while the connection was idle."""
         if self.lost is not None:
             return True
-        handle = socket_below(self.transport)
+        handle = self._handle
         if handle is None:
-            return True
+            handle = self._handle = socket_below(self.transport)
+            if handle is None:
+                return True
         try:
             handle.recv(1, socket.MSG_PEEK)
         except (BlockingIOError, InterruptedError):
@@ -201,11 +213,13 @@ class UpstreamConnection(TwistedProtocol):
             searched = 0
         try:
             if self._framing is None:
+                sink = self.sink
                 rest = self._read_head(data, searched)
-                if rest is None:
-                    return
-                data = rest
-            if self._framing is not None:
+                if rest is not None:
+                    self._read_body(rest)
+                if self.sink is sink:
+                    sink.response_flush()
+            else:
                 self._read_body(data)
         except BadMessage as error:
             _log.warn("unreadable answer from upstream: {reason}", reason=error.reason)
@@ -283,6 +297,17 @@ class UpstreamConnection(TwistedProtocol):
         sink.response_done()
 
     # -- backpressure -----------------------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        """Read nothing for a while: the client is slow."""
+        self._paused = True
+        self.transport.pauseProducing()
+
+    def resume(self) -> None:
+        """Go on reading."""
+        if self._paused:
+            self._paused = False
+            self.transport.resumeProducing()
 
     def pauseProducing(self) -> None:
         """The upstream reads slower than the client sends."""
@@ -445,7 +470,7 @@ class UpstreamPool:
             return
         conn.idle_since = self._reactor.seconds()
         # A pause for a client that has since gone must not keep the end of the connection from being seen.
-        conn.transport.resumeProducing()
+        conn.resume()
         self._idle.append(conn)
         if len(self._idle) > MAX_KEPT:
             self._idle.popleft().close()

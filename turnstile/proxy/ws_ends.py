@@ -13,7 +13,6 @@ import os
 import struct
 from typing import TYPE_CHECKING, Any
 
-from autobahn.twisted import websocket as autobahn
 from twisted.internet.defer import Deferred
 from twisted.internet.error import ConnectionDone
 from twisted.internet.interfaces import IAddress, IPushProducer
@@ -25,6 +24,7 @@ from zope.interface import implementer
 
 from turnstile.proxy import ws_handshake as handshake
 from turnstile.proxy.http1 import MAX_HEAD, BadMessage, Framing, ResponseHead, UntilClose
+from turnstile.websockets import websocket as autobahn
 
 if TYPE_CHECKING:
     from turnstile.proxy.websocket import WebSocketRelay
@@ -42,6 +42,8 @@ CLOSED: int = autobahn.WebSocketServerProtocol.STATE_CLOSED
 # autobahn cuts its buffer at the front once for each frame, so a long one full of short frames
 # would cost quadratic time: it is fed short pieces, except inside a long frame.
 _PIECE = 4096
+_TEXT = 0x81  # FIN and the opcode
+_WHOLE = (_TEXT, 0x82)
 _JOIN = 4096  # up to here a frame's head and payload are one write
 
 
@@ -53,6 +55,7 @@ class End:
     data: bytes
     transport: Any
     current_frame: Any
+    inside_message: bool
     current_frame_masker: Any
     control_frame_data: Any
     _dataReceived: Any
@@ -65,6 +68,8 @@ class End:
     tcpNoDelay = True
 
     name: str
+    masked: int  # the mask bit that received frames have
+    taps = False  # whether somebody wants to see text messages
     relay: WebSocketRelay
     peer_side: End | None = None
     down = False  # the connection is lost
@@ -80,14 +85,63 @@ class End:
     # Received: autobahn calls these.
 
     def feed(self, data: bytes) -> None:
-        """Have autobahn parse what the open connection brought."""
-        pos, end = 0, len(data)
+        """Pass on what the open connection brought."""
+        pos, end = self._pass_whole(data), len(data)
         while pos < end and self.state != CLOSED and not self.close_received:
             step = _PIECE
             if self.current_frame is not None:
                 step = max(step, self.current_frame.length - self.current_frame_masker.pointer())
             self._dataReceived(data if step >= end and pos == 0 else data[pos : pos + step])
             pos += step
+
+    def _pass_whole(self, data: bytes) -> int:
+        """Pass on, as they are, the messages of one frame each that ``data`` begins with: most of all that comes.
+
+        All else, and all that is not as it should be, is for autobahn to parse.
+
+        :return: how many bytes they are.
+        """
+        peer = self.peer_side
+        if (
+            self.state != OPEN
+            or self.data
+            or self.current_frame is not None
+            or self.inside_message
+            or self.close_received
+            or peer is None
+            or peer.state != OPEN
+            or peer._close_after is not None
+        ):
+            return 0
+        pos, end = 0, len(data)
+        texts: list[bytes] = []
+        while end - pos > 4 and data[pos] in _WHOLE:
+            length = data[pos + 1] ^ self.masked
+            start = pos + 2
+            if length == 126:
+                length = data[pos + 2] << 8 | data[pos + 3]
+                start = pos + 4
+                if length < 126:
+                    break
+            elif length > 126:
+                # Long, or its mask bit is wrong.
+                break
+            after = start + length + (4 if self.masked else 0)
+            if after > end:
+                break
+            if self.taps and data[pos] == _TEXT:
+                texts.append(data[start:after])
+            self.octets += length
+            self.messages += 1
+            pos = after
+        if pos:
+            peer.transport.write(data if pos == end else data[:pos])
+        for text in texts:
+            self.show(text)
+        return pos
+
+    def show(self, text: bytes) -> None:
+        """A short text message was passed on."""
 
     def onMessageBegin(self, isBinary: bool) -> None:
         """A data message begins; its frames follow."""
@@ -261,6 +315,7 @@ class ClientEnd(End, autobahn.WebSocketServerProtocol):  # type: ignore[misc,unu
     """The server's end of the client's connection."""
 
     name = "client"
+    masked = 0x80
     extra_headers = b""  # of the upstream's 101
     early = b""
 
@@ -298,6 +353,7 @@ class UpstreamEnd(End, autobahn.WebSocketClientProtocol):  # type: ignore[misc,u
     """The client's end of the upstream's connection."""
 
     name = "upstream"
+    masked = 0
     websocket_key: bytes
     _body: Framing | None = None
     _text: list[bytes] | None = None
@@ -415,8 +471,19 @@ class UpstreamEnd(End, autobahn.WebSocketClientProtocol):  # type: ignore[misc,u
         super().onMessageEnd()
         if self._text is not None and self.relay.on_text is not None:
             text, self._text = b"".join(self._text), None
+            self.show(text)
+
+    @property
+    def taps(self) -> bool:  # type: ignore[override]
+        """Whether somebody wants to see text messages."""
+        return self.relay.on_text is not None
+
+    def show(self, text: bytes) -> None:
+        """Show a text message."""
+        on_text = self.relay.on_text
+        if on_text is not None and len(text) <= TEXT_LIMIT:
             try:
-                self.relay.on_text(text)
+                on_text(text)
             except Exception:
                 log.failure("on_text failed")
 

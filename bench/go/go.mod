@@ -1,0 +1,3 @@
+module turnstile.bench
+
+go 1.19

@@ -1,0 +1,1 @@
+"""The benchmark: turnstile beside other proxies, measured in one run on one machine."""
