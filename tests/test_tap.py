@@ -25,7 +25,7 @@ import sys, types
 from twisted.application.service import Service
 from turnstile.log import Logger, log_startup
 class TurnstileService(Service):
-    def __init__(self, config, reactor):
+    def __init__(self, config, reactor, sockets=()):
         self.config, self.reactor, self.log = config, reactor, Logger(namespace="turnstile.service")
     def startService(self):
         Service.startService(self)
@@ -135,7 +135,7 @@ def test_help_shows_everything(columns):
 
 
 class FakeService(Service):
-    def __init__(self, config, reactor):
+    def __init__(self, config, reactor, sockets=()):
         self.config = config
         self.reactor = reactor
 
@@ -153,7 +153,7 @@ def fake_service(monkeypatch):
 def test_the_service_and_its_one_observer(fake_service):
     reactor = object()
     root = tap.makeService(parse(*OLLAMA), reactor)
-    (service,) = list(root)
+    service, _ = root
     assert isinstance(service, FakeService)
     assert service.reactor is reactor
     assert service.config.ollama_url == config.Upstream("http", "gpu", 1)

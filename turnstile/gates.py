@@ -236,8 +236,6 @@ class OllamaPolicy:
         clock: IReactorTime,
         on_wait: Callable[[str], None] | None = None,
     ) -> None:
-        self.retry_after = config.busy_retry_after
-        self.stall_timeout: float | None = config.llm_stall_timeout
         self._engine = engine
         self._claim = Claim(
             arbiter=arbiter,
@@ -245,9 +243,19 @@ class OllamaPolicy:
             tenant=engine.tenant,
             clock=clock,
             retry_after=config.busy_retry_after,
+            on_wait=on_wait,
+        )
+        self.configure(config)
+
+    def configure(self, config: Config) -> None:
+        """Take over the settings, for requests that come from now on."""
+        self.retry_after = config.busy_retry_after
+        self.stall_timeout: float | None = config.llm_stall_timeout
+        self._claim = attrs.evolve(
+            self._claim,
+            retry_after=config.busy_retry_after,
             timeout=config.llm_wait_timeout,
             reject_status=config.llm_busy_status if config.llm_busy_mode == "reject" else None,
-            on_wait=on_wait,
         )
 
     def admission(self, method: bytes, target: bytes) -> Admission:
@@ -298,9 +306,7 @@ class ComfyPolicy:
         clock: IReactorTime,
         guard: Callable[[], None],
     ) -> None:
-        self.retry_after = config.busy_retry_after
         self._engine = engine
-        self._capture = config.prompt_capture_limit
         self._guard = guard
         self._claim = Claim(
             arbiter=arbiter,
@@ -309,6 +315,13 @@ class ComfyPolicy:
             clock=clock,
             retry_after=config.busy_retry_after,
         )
+        self.configure(config)
+
+    def configure(self, config: Config) -> None:
+        """Take over the settings, for requests that come from now on."""
+        self.retry_after = config.busy_retry_after
+        self._capture = config.prompt_capture_limit
+        self._claim = attrs.evolve(self._claim, retry_after=config.busy_retry_after)
 
     def admission(self, method: bytes, target: bytes) -> Admission:
         return comfyui.classify(method, target)

@@ -4,17 +4,26 @@ import contextlib
 import os
 import sys
 import textwrap
-from collections.abc import Mapping, MutableMapping
-from typing import IO, Any, NoReturn
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any, NoReturn
 
 from twisted.application.service import MultiService
 from twisted.logger import ILogObserver
 from twisted.python import usage
 from twisted.python.components import Componentized
 
-from turnstile import __version__, exitcode
+from turnstile import __version__, exitcode, notify
 from turnstile.config import DEFAULT_FILE, FILE_VARIABLE, SETTINGS, Config, ConfigError, load
-from turnstile.log import LogFile, Observer, Sink, StreamSink, SyslogSink, escape, make_observer
+from turnstile.log import (
+    LogFile,
+    Observer,
+    Sink,
+    StreamSink,
+    SyslogSink,
+    escape,
+    make_observer,
+    prepare_switch,
+)
 
 
 def _fail(message: str) -> NoReturn:
@@ -166,7 +175,7 @@ def _check_pid_file(twistd: Mapping[str, Any]) -> None:
     raise ConfigError(f"pid file {path}: can't be written (twistd --pidfile= does without)")
 
 
-def _log_sink(twistd: Mapping[str, Any]) -> tuple[IO[Any] | Sink, bool]:
+def _log_sink(twistd: Mapping[str, Any]) -> tuple[Sink, bool]:
     """Where twistd's own options send the log, and whether that is a terminal."""
     if twistd.get("syslog"):
         return SyslogSink(twistd.get("prefix") or "turnstile"), False
@@ -187,20 +196,36 @@ def makeService(options: Options, reactor: Any = None) -> MultiService:
     """The service that twistd runs, made from parsed ``options``."""
     config = options.config
     twistd: MutableMapping[str, Any] = options.parent if options.parent is not None else {}
+    from turnstile import activation
     from turnstile.service import TurnstileService
+    from turnstile.supervise import Supervisor, make_reloader
 
     if reactor is None:
         from twisted.internet import reactor
+    # What systemd tells a process is for no child of it.
+    is_real = options.environ is os.environ
+    environ: MutableMapping[str, str] = os.environ if is_real else dict(options.environ)
+    initial = activation.initial_environment() if is_real else {}
     try:
+        manager = notify.take_environment(environ, os.getpid())
+        sockets = activation.take_environment(environ, os.getpid(), initial)
         _check_pid_file(twistd)
-        service = TurnstileService(config, reactor=reactor)
+        service = TurnstileService(config, reactor=reactor, sockets=sockets)
         if config.log_file is not None:
-            sink, isatty = StreamSink(sys.stderr), False
+            sink: Sink = StreamSink(sys.stderr)
+            isatty = False
         else:
-            sink, isatty = _log_sink(twistd)  # type: ignore[assignment]
+            sink, isatty = _log_sink(twistd)
         observer = make_observer(config, sink, isatty, options.environ)
     except ConfigError as error:
         _fail(str(error))
     root = Root(observer, reactor, twistd)
     service.setServiceParent(root)  # type: ignore[no-untyped-call]
+
+    def open_log(new: Config) -> Callable[[], None]:
+        return prepare_switch(observer, new, lambda: _log_sink(twistd), options.environ)
+
+    reloader = make_reloader(service, lambda: load(options, options.environ), open_log)
+    supervisor = Supervisor(service, reactor, manager, reloader)
+    supervisor.setServiceParent(root)  # type: ignore[no-untyped-call]
     return root

@@ -121,6 +121,7 @@ class JsonClient:
     :param base_url: the engine's address, without a slash at its end.
     :param pool: the connection pool that :meth:`close` empties.
     :param mark: sent with every call, so that one which comes back to its sender is known there.
+    :param make_http: makes another ``http`` that has so many seconds for connecting.
     """
 
     def __init__(
@@ -132,6 +133,7 @@ class JsonClient:
         pool: HTTPConnectionPool | None = None,
         limit: int = BODY_LIMIT,
         mark: str = "",
+        make_http: Callable[[float], Any] | None = None,
     ) -> None:
         self._mark = {MARK_FIELD: mark} if mark else {}
         self._http = http
@@ -140,6 +142,12 @@ class JsonClient:
         self._literal = "[" in base_url
         self._pool = pool
         self._limit = limit
+        self._make_http = make_http
+
+    def set_connect_timeout(self, seconds: float) -> None:
+        """Give later calls so many seconds for connecting."""
+        if self._make_http is not None:
+            self._http = self._make_http(seconds)
 
     def get_json(self, path: str, timeout: float) -> Deferred[Any]:
         """The parsed answer to a GET.
@@ -266,8 +274,13 @@ def make_client(
     pool.maxPersistentPerHost = 4
     pool.cachedConnectionTimeout = IDLE_TIMEOUT  # type: ignore[assignment]
     policy = BrowserLikePolicyForHTTPS() if context_factory is None else context_factory
-    agent = Agent(reactor, policy, connectTimeout=connect_timeout, pool=pool)
-    return JsonClient(HTTPClient(agent), reactor, upstream.url, pool=pool, mark=mark)
+
+    def make_http(seconds: float) -> HTTPClient:
+        return HTTPClient(Agent(reactor, policy, connectTimeout=seconds, pool=pool))
+
+    return JsonClient(
+        make_http(connect_timeout), reactor, upstream.url, pool=pool, mark=mark, make_http=make_http
+    )
 
 
 __all__ = [
