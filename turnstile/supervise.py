@@ -21,6 +21,7 @@ class Supervisor(Service):
 
     def __init__(self, service: Any, reactor: Any, manager: Manager, reloader: Reloader) -> None:
         self._service = service
+        self._reactor = reactor
         self._reloader = reloader
         self._notifier = Notifier(reactor, manager.address)
         self._status: StatusLine | None = None
@@ -40,7 +41,8 @@ class Supervisor(Service):
         """Say so once the listeners are open; requests that come before the engines were looked at wait."""
         super().startService()  # type: ignore[no-untyped-call]
         if self._status is not None:
-            self._service.bound.addCallback(self._up)
+            # Not before the reactor runs: from then on signals mean what they should.
+            self._reactor.callWhenRunning(self._service.bound.addCallback, self._up)
             self._service.ready.addCallback(self._looked)
 
     def _up(self, _: object) -> None:
