@@ -5,7 +5,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, MutableMapping
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from twisted.application.service import MultiService
 from twisted.logger import ILogObserver
@@ -175,7 +175,7 @@ def _check_pid_file(twistd: Mapping[str, Any]) -> None:
     raise ConfigError(f"pid file {path}: can't be written (twistd --pidfile= does without)")
 
 
-def _log_sink(twistd: Mapping[str, Any]) -> tuple[Sink, bool]:
+def _log_sink(twistd: Mapping[str, Any], stdout: IO[Any], stderr: IO[Any]) -> tuple[Sink, bool]:
     """Where twistd's own options send the log, and whether that is a terminal."""
     if twistd.get("syslog"):
         return SyslogSink(twistd.get("prefix") or "turnstile"), False
@@ -188,7 +188,7 @@ def _log_sink(twistd: Mapping[str, Any]) -> tuple[Sink, bool]:
         return LogFile(logfile), False
     if not foreground:
         return LogFile("twistd.log"), False
-    stream = sys.stdout if logfile == "-" else sys.stderr
+    stream = stdout if logfile == "-" else stderr
     return StreamSink(stream), stream.isatty()
 
 
@@ -202,6 +202,8 @@ def makeService(options: Options, reactor: Any = None) -> MultiService:
 
     if reactor is None:
         from twisted.internet import reactor
+    # As they are now: twistd soon puts the log in their places.
+    streams = sys.stdout, sys.stderr
     # What systemd tells a process is for no child of it.
     is_real = options.environ is os.environ
     environ: MutableMapping[str, str] = os.environ if is_real else dict(options.environ)
@@ -212,10 +214,10 @@ def makeService(options: Options, reactor: Any = None) -> MultiService:
         _check_pid_file(twistd)
         service = TurnstileService(config, reactor=reactor, sockets=sockets)
         if config.log_file is not None:
-            sink: Sink = StreamSink(sys.stderr)
+            sink: Sink = StreamSink(streams[1])
             isatty = False
         else:
-            sink, isatty = _log_sink(twistd)
+            sink, isatty = _log_sink(twistd, *streams)
         observer = make_observer(config, sink, isatty, options.environ)
     except ConfigError as error:
         _fail(str(error))
@@ -223,7 +225,7 @@ def makeService(options: Options, reactor: Any = None) -> MultiService:
     service.setServiceParent(root)  # type: ignore[no-untyped-call]
 
     def open_log(new: Config) -> Callable[[], None]:
-        return prepare_switch(observer, new, lambda: _log_sink(twistd), options.environ)
+        return prepare_switch(observer, new, lambda: _log_sink(twistd, *streams), options.environ)
 
     reloader = make_reloader(service, lambda: load(options, options.environ), open_log)
     supervisor = Supervisor(service, reactor, manager, reloader)
