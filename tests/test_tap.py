@@ -23,10 +23,12 @@ ROOT = Path(turnstile.__file__).parent.parent
 RUNNER = """
 import sys, types
 from twisted.application.service import Service
+from twisted.internet.defer import Deferred
 from turnstile.log import Logger, log_startup
 class TurnstileService(Service):
     def __init__(self, config, reactor, sockets=()):
         self.config, self.reactor, self.log = config, reactor, Logger(namespace="turnstile.service")
+        self.bound, self.ready = Deferred(), Deferred()
     def startService(self):
         Service.startService(self)
         log_startup(self.log, self.config, "1.2.3")
@@ -75,9 +77,12 @@ def parse(*arguments, environ=None):
 
 def test_every_setting_is_an_option():
     for setting in config.SETTINGS:
-        text = setting.default or {"ollama": "http://a", "comfy": "http://b"}.get(
-            setting.option, "1"
-        )
+        urls = {
+            "ollama": "http://a",
+            "comfy": "http://b",
+            "update-repo": "https://forge/owner/name",
+        }
+        text = setting.default or urls.get(setting.option, "1")
         options = parse("--config=/dev/null", "--ollama=http://c", f"--{setting.option}={text}")
         assert options.config.source_of(setting.field) == f"--{setting.option}"
 

@@ -19,14 +19,13 @@ from urllib.parse import urlsplit
 import attrs
 
 from turnstile.durations import format_duration, parse_duration
+from turnstile.update.release import Repository
 
 DEFAULT_FILE = "/etc/turnstile/turnstile.env"
 FILE_VARIABLE = "GPU_TURNSTILE_CONFIG"
 
 #: Keys of features that are not built yet. A file that has them starts, with a notice.
 RESERVED = frozenset(
-    # the updater
-    "AUTO_UPDATE UPDATE_INTERVAL UPDATE_REPO UPDATE_ASSET "
     # llama.cpp, stable-diffusion.cpp and the port that fronts both
     "LLAMA_URL LISTEN_LLAMA LLAMA_EVICT_COMMAND LLAMA_STOP_COMMAND LLAMA_START_COMMAND "
     "SD_URL SD_BIN SD_ARGS SD_LOG_DIR SD_IDLE SD_WEIGHT LISTEN_SD LISTEN_BROKER "
@@ -384,6 +383,7 @@ _BOOLEAN = Kind(_parse_boolean, lambda value: "true" if value else "false", "tru
 _TEXT = Kind(_parse_text)
 _PATH = Kind(_parse_text, str, "FILE")
 _URL = Kind(Upstream.parse, str, "URL")
+_REPOSITORY = Kind(Repository.parse, str, "URL")
 
 
 @attrs.frozen
@@ -596,6 +596,31 @@ class Config:
         _integer(1, 1 << 30),
         "65536",
         "Bytes of ComfyUI's answer to a prompt that are searched for the job's id.",
+    )
+    auto_update: bool | None = _setting(
+        "AUTO_UPDATE",
+        _BOOLEAN,
+        "",
+        "Install new signed versions; only where turnstile-service installed this one."
+        " Empty: if this build has its publisher's key.",
+    )
+    update_interval: float = _setting(
+        "UPDATE_INTERVAL",
+        _duration(smallest=60),
+        "6h",
+        "How often to look for a new version; the first time is at the start.",
+    )
+    update_repo: Repository | None = _setting(
+        "UPDATE_REPO",
+        _REPOSITORY,
+        "",
+        "Repository whose releases are looked at, https://HOST/OWNER/NAME (Gitea, Forgejo, GitHub).",
+    )
+    update_asset: str = _setting(
+        "UPDATE_ASSET",
+        _TEXT,
+        "turnstile-*-py3-none-any.whl",
+        "Pattern of the name of a release's wheel; beside it are NAME.sig and NAME.sha256.",
     )
 
     #: Where values that are not defaults came from, by field name.

@@ -25,7 +25,9 @@ LIVE = frozenset(
     "unload_poll_interval history_poll_interval "
     # limits, and what happens at them
     "llm_busy_mode llm_busy_status busy_retry_after llm_max_inflight image_burst "
-    "retry_status_limit prompt_capture_limit free_between_jobs warm_model".split()
+    "retry_status_limit prompt_capture_limit free_between_jobs warm_model "
+    # the updater
+    "auto_update update_interval update_repo update_asset".split()
 )
 #: Those that need a new start.
 FIXED = frozenset(

@@ -198,7 +198,7 @@ def makeService(options: Options, reactor: Any = None) -> MultiService:
     twistd: MutableMapping[str, Any] = options.parent if options.parent is not None else {}
     from turnstile import activation
     from turnstile.service import TurnstileService
-    from turnstile.supervise import Supervisor, make_reloader
+    from turnstile.supervise import Supervisor
 
     if reactor is None:
         from twisted.internet import reactor
@@ -227,7 +227,8 @@ def makeService(options: Options, reactor: Any = None) -> MultiService:
     def open_log(new: Config) -> Callable[[], None]:
         return prepare_switch(observer, new, lambda: _log_sink(twistd, *streams), options.environ)
 
-    reloader = make_reloader(service, lambda: load(options, options.environ), open_log)
-    supervisor = Supervisor(service, reactor, manager, reloader)
+    supervisor = Supervisor(
+        service, reactor, manager, lambda: load(options, options.environ), open_log
+    )
     supervisor.setServiceParent(root)  # type: ignore[no-untyped-call]
     return root
