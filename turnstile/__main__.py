@@ -1,4 +1,4 @@
-"""``turnstile`` and ``python -m turnstile``: turnstile in the foreground, as ``twistd --nodaemon --pidfile= turnstile`` runs it."""
+"""``turnstile``, ``python -m turnstile``: in the foreground, as ``twistd --nodaemon --pidfile= turnstile`` runs it."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Texts made from the table of settings: the commented configuration file, the manual pages' lists, the completion for bash.
+"""Texts made from the table of settings: the commented configuration file, manual pages, the completion for bash.
 
 ``python -m turnstile.reference env|completion`` prints one, ``… man FILE VERSION`` a page made from its template.
 """

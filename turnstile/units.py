@@ -1,4 +1,4 @@
-"""The systemd units that a configuration asks for: the service, and a socket for each engine whose clients use its own port.
+"""The systemd units that a configuration asks for: the service, and a socket for each engine that keeps its own port.
 
 ``python -m turnstile.units [FILE]`` prints their names, for those who install the service.
 """

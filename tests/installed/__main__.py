@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 import checks_package
+import checks_sandbox
 import checks_service
 from build import Workshop, version
 from images import prepare
@@ -22,6 +23,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="script/test-deb")
     parser.add_argument("--cache", type=Path, required=True, help=argparse.SUPPRESS)
     parser.add_argument("--keep-debs", type=Path, metavar="FOLDER", help="copy the packages there")
+    parser.add_argument(
+        "--shell", action="store_true", help="no checks, but a shell in the booted system"
+    )
     parser.add_argument("--debs", type=Path, metavar="FOLDER", help="use these instead of building")
     options = parser.parse_args()
     images = prepare(options.cache)
@@ -39,10 +43,14 @@ def _leave_the_network() -> None:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+    # Where systemd-nspawn keeps its own; in our mount name space.
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=755", "turnstile-test", "/run"], check=True)
 
 
 def _skip(reason: str) -> int:
-    print(f"\ntest-deb: SKIPPED, nothing was tested: no container boots here.\n{reason}", flush=True)
+    print(
+        f"\ntest-deb: SKIPPED, nothing was tested: no container boots here.\n{reason}", flush=True
+    )
     return 1 if os.environ.get("TURNSTILE_TEST_DEB") == "must" else 0
 
 
@@ -59,8 +67,17 @@ def _test(work: Path, images: dict[str, Path], options: argparse.Namespace) -> i
                 older, newer = packages
                 (root / "srv/older.deb").write_bytes(older)
                 (root / "srv/newer.deb").write_bytes(newer)
-                checks_package.install(report, machine, newer_version=version())
-                checks_service.run(report, machine)
+                if options.shell:
+                    machine.run("apt-get install --yes /srv/newer.deb", seconds=400)
+                    checks_service.start_engines(machine)
+                    return subprocess.run(machine.command("exec bash")).returncode
+                if checks_package.install(report, machine):
+                    checks_service.start_engines(machine)
+                    checks_package.configure(report, machine)
+                    checks_package.upgrade(report, machine, version())
+                    checks_service.run(report, machine)
+                    checks_sandbox.run(report, machine)
+                    checks_package.remove(report, machine)
         finally:
             machine.__exit__()
     return 0 if report.close() else 1

@@ -14,20 +14,42 @@ Result = subprocess.CompletedProcess[str]
 def sources() -> bytes:
     """The files of the checkout as a tar archive: what git has, or would take."""
     listed = subprocess.run(
-        ["git", "-c", "safe.directory=*", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT, capture_output=True,
-    )  # fmt: skip
+        [
+            "git",
+            "-c",
+            "safe.directory=*",
+            "ls-files",
+            "-z",
+            "--cached",
+            "--others",
+            "--exclude-standard",
+        ],
+        cwd=ROOT,
+        capture_output=True,
+    )
     if listed.returncode:
         names = [b"."]
-        options = ["--exclude=./.*", "--exclude=./build", "--exclude=./dist", "--exclude=__pycache__"]
+        options = [
+            "--exclude=./.*",
+            "--exclude=./build",
+            "--exclude=./dist",
+            "--exclude=__pycache__",
+        ]
     else:
         # Deleted files that are not committed yet are listed too.
-        names = [name for name in listed.stdout.split(b"\0") if name and os.path.lexists(ROOT / os.fsdecode(name))]  # fmt: skip
+        names = [
+            name
+            for name in listed.stdout.split(b"\0")
+            if name and os.path.lexists(ROOT / os.fsdecode(name))
+        ]
         options = []
     return subprocess.run(
         ["tar", "--create", "--null", *options, "--files-from=-"],
-        cwd=ROOT, input=b"\0".join(names), check=True, capture_output=True,
-    ).stdout  # fmt: skip
+        cwd=ROOT,
+        input=b"\0".join(names),
+        check=True,
+        capture_output=True,
+    ).stdout
 
 
 def version() -> str:
@@ -60,9 +82,17 @@ class Workshop:
         """Run a shell's ``script``; raises `Failed` with the end of its output."""
         done = subprocess.run(
             ["chroot", self._root, "sh", "-euc", script],
-            env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C.UTF-8", "HOME": "/root", **environ},
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
+            env={
+                "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
+                "LC_ALL": "C.UTF-8",
+                "HOME": "/root",
+                **environ,
+            },
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         if done.returncode:
             raise Failed("\n".join(done.stdout.splitlines()[-25:]))
         return done

@@ -32,7 +32,9 @@ def ask(port: int, target: str, body: object = None, *, seconds: float = 20.0) -
         if body is None:
             connection.request("GET", target)
         else:
-            connection.request("POST", target, json.dumps(body), {"Content-Type": "application/json"})  # fmt: skip
+            connection.request(
+                "POST", target, json.dumps(body), {"Content-Type": "application/json"}
+            )
         response = connection.getresponse()
         return Answer(response.status, response.read(), time.monotonic() - began)
     except http.client.HTTPException as error:
@@ -41,7 +43,9 @@ def ask(port: int, target: str, body: object = None, *, seconds: float = 20.0) -
         connection.close()
 
 
-def expect(port: int, target: str, status: int = 200, body: object = None, *, seconds: float = 20.0) -> Answer:  # fmt: skip
+def expect(
+    port: int, target: str, status: int = 200, body: object = None, *, seconds: float = 20.0
+) -> Answer:
     """The answer, which has to have that status."""
     try:
         answer = ask(port, target, body, seconds=seconds)
@@ -61,7 +65,12 @@ def is_open(port: int) -> bool:
 
 def chat(tokens: int = 4) -> dict[str, object]:
     """What makes Ollama stream so many tokens (50 in a second)."""
-    return {"model": "llama3.2", "prompt": "why", "stream": True, "options": {"num_predict": tokens}}
+    return {
+        "model": "llama3.2",
+        "prompt": "why",
+        "stream": True,
+        "options": {"num_predict": tokens},
+    }
 
 
 class Stream(threading.Thread):

@@ -36,9 +36,13 @@ Dpkg::Use-Pty "false";
 def run(*command: str, **options: object) -> None:
     """Run, with the output to the log; raises `SystemExit` with its end if it fails."""
     done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
         **options,  # type: ignore[call-overload]
-    )  # fmt: skip
+    )
     if done.returncode:
         end = "\n".join(done.stdout.splitlines()[-30:])
         raise SystemExit(f"{end}\ntest-deb: failed: {' '.join(command)}")
@@ -105,8 +109,15 @@ def _make_base(image: Image, archives: list[str]) -> None:
     _apt(root, "update")
     _apt(root, "install", *SYSTEM)
     # Nobody logs in, nothing is mounted, no network is set up.
-    for unit in ("getty.target", "console-getty.service", "systemd-logind.service", "apt-daily.timer",
-                 "apt-daily-upgrade.timer", "e2scrub_all.timer", "fstrim.timer"):  # fmt: skip
+    for unit in (
+        "getty.target",
+        "console-getty.service",
+        "systemd-logind.service",
+        "apt-daily.timer",
+        "apt-daily-upgrade.timer",
+        "e2scrub_all.timer",
+        "fstrim.timer",
+    ):
         (root / "etc/systemd/system" / unit).symlink_to("/dev/null")
     _apt(root, "install", "--download-only", *archives)
     image.keep()
@@ -123,7 +134,13 @@ def prepare(cache: Path) -> dict[str, Path]:
     """Make what is missing; returns where each is."""
     cache.mkdir(parents=True, exist_ok=True)
     archives = _relations("Depends")
-    build = [*BUILD, *("debhelper" if name == "debhelper-compat" else name for name in _relations("Build-Depends"))]  # fmt: skip
+    build = [
+        *BUILD,
+        *(
+            "debhelper" if name == "debhelper-compat" else name
+            for name in _relations("Build-Depends")
+        ),
+    ]
     images = {
         "base": Image(cache, "base", [SYSTEM, archives]),
         "build": Image(cache, "build", [SYSTEM, archives, build]),

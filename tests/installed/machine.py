@@ -57,14 +57,26 @@ class Machine:
 
     def __enter__(self) -> "Machine":
         command = [
-            "systemd-nspawn", "--quiet", "--boot", "--register=no", "--keep-unit", "--console=pipe",
-            "--machine=turnstile-test", "--link-journal=no", "--resolv-conf=off", "--timezone=off",
+            "systemd-nspawn",
+            "--quiet",
+            "--boot",
+            "--register=no",
+            "--keep-unit",
+            "--console=pipe",
+            "--machine=turnstile-test",
+            "--link-journal=no",
+            "--resolv-conf=off",
+            "--timezone=off",
             f"--directory={self.root}",
-        ]  # fmt: skip
+        ]
         with self._console.open("wb") as console:
             self._nspawn = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=console, stderr=console, start_new_session=True
-            )  # fmt: skip
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=console,
+                stderr=console,
+                start_new_session=True,
+            )
         try:
             self._wait_for_boot()
         except BaseException:
@@ -113,11 +125,29 @@ class Machine:
     def command(self, script: str, *, pid: int = 0) -> list[str]:
         """What runs a shell's ``script`` in the container; ``pid``: in the name spaces of that process in it."""
         # Cgroups are seen as the container does; the processes stay in ours.
-        environ = ["env", "-i", f"PATH={_PATH}", "LC_ALL=C.UTF-8", "HOME=/root", "DEBIAN_FRONTEND=noninteractive"]  # fmt: skip
+        environ = [
+            "env",
+            "-i",
+            f"PATH={_PATH}",
+            "LC_ALL=C.UTF-8",
+            "HOME=/root",
+            "DEBIAN_FRONTEND=noninteractive",
+        ]
         return [
-            "nsenter", f"--target={pid or self._leader}", "--mount", "--uts", "--ipc", "--pid", "--cgroup",
-            "--root", "--wd=/", *environ, "/bin/sh", "-c", script,
-        ]  # fmt: skip
+            "nsenter",
+            f"--target={pid or self._leader}",
+            "--mount",
+            "--uts",
+            "--ipc",
+            "--pid",
+            "--cgroup",
+            "--root",
+            "--wd",
+            *environ,
+            "/bin/sh",
+            "-c",
+            script,
+        ]
 
     def run(
         self, script: str, *, check: bool = True, seconds: float = 120.0, input: str | None = None
@@ -165,7 +195,9 @@ class Machine:
 
     def cursor(self) -> str:
         """Where the journal ends now."""
-        line = self.out("journalctl --sync; journalctl --no-pager --lines=1 --show-cursor --output=cat").splitlines()[-1]  # fmt: skip
+        line = self.out(
+            "journalctl --sync; journalctl --no-pager --lines=1 --show-cursor --output=cat"
+        ).splitlines()[-1]
         return line.removeprefix("-- cursor: ")
 
 

@@ -20,7 +20,9 @@ class Report:
         """A heading."""
         print(f"\n{title} ({time.monotonic() - self._began:.0f} s)", flush=True)
 
-    def check(self, what: str, look: Callable[[], str | None], on_failure: Callable[[], str] | None = None) -> bool:  # fmt: skip
+    def check(
+        self, what: str, look: Callable[[], str | None], on_failure: Callable[[], str] | None = None
+    ) -> bool:
         """Whether ``look``, which says what it saw, raises nothing."""
         try:
             seen = look() or "yes"
@@ -36,7 +38,9 @@ class Report:
             return True
         if on_failure is not None:
             try:
-                print("        | " + "\n        | ".join(on_failure().splitlines()[-25:]), flush=True)
+                print(
+                    "        | " + "\n        | ".join(on_failure().splitlines()[-25:]), flush=True
+                )
             except Failed as error:
                 print(f"        | {error}", flush=True)
         return False
