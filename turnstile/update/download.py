@@ -127,6 +127,8 @@ def _translate(failure: Failure, url: str) -> Failure:
     text = " ".join(str(error).split())
     if type(error).__module__.startswith("OpenSSL"):
         text = "its certificate is not to be trusted, or it speaks no TLS"
+    elif type(error).__name__ == "VerificationError":  # of service-identity
+        text = "its certificate is for another host"
     return Failure(DownloadError(f"{url}: {text or type(error).__name__}"))
 
 

@@ -107,7 +107,7 @@ def install_update(
     Fails with `NotUsable` if it can't be used or there is no room for it; nothing has changed then.
     """
     try:
-        with layout.staging() as folder:
+        with layout.lock(), layout.staging() as folder:
             staged = folder / version
             staged.mkdir()
             yield deferToThread(_unpack, data, staged)

@@ -6,6 +6,7 @@ What is in it, and the state of an update, is described in :mod:`turnstile.updat
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import tempfile
@@ -15,6 +16,7 @@ from pathlib import Path
 import attrs
 
 from turnstile.update import boot
+from turnstile.update.release import NotUsable
 
 VENV = "venv"
 
@@ -77,6 +79,20 @@ class Layout:
     def refused(self) -> frozenset[str]:
         """Versions that did not come up."""
         return frozenset(boot.read_state(self.root)["refused"])
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Keeps other updates out; raises `NotUsable` if there is one."""
+        fd = os.open(self.releases, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            raise NotUsable("another update is under way") from None
+        try:
+            yield
+        finally:
+            os.close(fd)
 
     @contextlib.contextmanager
     def staging(self) -> Iterator[Path]:
