@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import tempfile
 from pathlib import Path
 
 from images import ROOT
@@ -62,12 +61,10 @@ def version() -> str:
 class Workshop:
     """A place to build in; ``with`` opens it."""
 
-    def __init__(self, image: Path) -> None:
-        self._image = image
+    def __init__(self, image: Path, place: Path) -> None:
+        self._layer = layered(image, place)
 
     def __enter__(self) -> "Workshop":
-        self._folder = Path(tempfile.mkdtemp(prefix="turnstile-build-"))
-        self._layer = layered(self._image, self._folder / "layer")
         self._root = self._layer.__enter__()
         for name in ("proc", "dev"):
             subprocess.run(["mount", "--rbind", f"/{name}", self._root / name], check=True)
@@ -76,7 +73,6 @@ class Workshop:
 
     def __exit__(self, *_: object) -> None:
         self._layer.__exit__(None, None, None)
-        self._folder.rmdir()
 
     def run(self, script: str, **environ: str) -> Result:
         """Run a shell's ``script``; raises `Failed` with the end of its output."""

@@ -1,11 +1,10 @@
 """The package: how it is built, installed, configured, upgraded, removed."""
 
 import re
-import threading
 import time
 
 from build import Workshop
-from http_client import COMFY, OLLAMA, ask, expect, is_open
+from http_client import COMFY, OLLAMA, Pinger, expect, is_open
 from machine import Failed, Machine, until
 from report import Report
 
@@ -14,14 +13,14 @@ CONFIG = "/etc/turnstile/turnstile.env"
 SOCKETS = ("turnstile-ollama.socket", "turnstile-comfy.socket")
 
 
-def build(report: Report, workshop: Workshop, version: str) -> tuple[bytes, bytes] | None:
+def build(report: Report, workshop: Workshop, version: str) -> dict[str, bytes] | None:
     """An older and a newer package, if they can be built."""
     report.section("The package is built")
     debs: dict[str, bytes] = {}
 
     def newer() -> str:
         workshop.unpack("newer")
-        debs["newer"] = workshop.build("newer", version)
+        debs["newer.deb"] = workshop.build("newer", version)
         told = workshop.run(
             "dpkg-deb --show --showformat '${Version} ${Architecture}' /srv/newer.out/*.deb"
         ).stdout
@@ -37,7 +36,7 @@ def build(report: Report, workshop: Workshop, version: str) -> tuple[bytes, byte
         reference.write_text(text.replace("turnstile's configuration.", "An older configuration."))
         if reference.read_text() == text:
             raise Failed("there is nothing to change in turnstile/reference.py")
-        debs["older"] = workshop.build("older", OLDER)
+        debs["older.deb"] = workshop.build("older", OLDER)
         return workshop.run("dpkg-deb --field /srv/older.out/*.deb Version").stdout.strip()
 
     def depends() -> str:
@@ -60,7 +59,7 @@ def build(report: Report, workshop: Workshop, version: str) -> tuple[bytes, byte
         return None
     report.check("it depends on Debian's packages", depends)
     report.check("lintian", lintian)
-    return debs["older"], debs["newer"]
+    return debs
 
 
 def install(report: Report, machine: Machine) -> bool:
@@ -179,40 +178,7 @@ def set_config(machine: Machine, **values: str) -> None:
     machine.run(f"sed -i -f - {CONFIG}", input=script)
 
 
-class Pinger(threading.Thread):
-    """Asks one request after the other, on a connection of its own each, until `stop`."""
-
-    def __init__(self, port: int, target: str) -> None:
-        super().__init__(daemon=True)
-        self._where = port, target
-        self._stopped = threading.Event()
-        self.answers: list[float] = []
-        self.failures: list[str] = []
-        self.start()
-
-    def run(self) -> None:
-        while not self._stopped.wait(0.02):
-            try:
-                answer = ask(*self._where)
-            except OSError as error:
-                self.failures.append(f"{type(error).__name__}: {error}")
-            else:
-                self.answers.append(answer.seconds)
-                if answer.status != 200:
-                    self.failures.append(f"{answer.status} {answer.body[:100]!r}")
-
-    def stop(self) -> str:
-        """What it saw; raises `Failed` if a request failed."""
-        self._stopped.set()
-        self.join(30)
-        if self.failures or not self.answers:
-            raise Failed(
-                f"{len(self.failures)} of {len(self.answers)} requests: {self.failures[:3]}"
-            )
-        return f"{len(self.answers)} requests meanwhile, all 200, the slowest after {max(self.answers):.1f} s"
-
-
-def upgrade(report: Report, machine: Machine, version: str) -> None:
+def upgrade(report: Report, machine: Machine) -> None:
     """To the newer one, under load."""
     report.section("Upgraded")
     before = machine.out(f"cat {CONFIG}")
@@ -251,6 +217,7 @@ def upgrade(report: Report, machine: Machine, version: str) -> None:
             for line in machine.journal(since=cursor).splitlines()
             if line.startswith("Started turnstile")
         ]
+        version = machine.out("turnstile --version").split()[1]
         running = machine.journal(since=cursor).count(version)
         if len(starts) != 1 or not running:
             raise Failed(machine.journal(since=cursor))

@@ -20,10 +20,10 @@ IMAGE = {
 }
 
 
-def start_engines(machine: Machine) -> None:
+def start_engines(machine: Machine, python: str = "python3") -> None:
     """The simulated ones, in the container."""
     machine.run(
-        "systemd-run --quiet --collect --unit=engines python3 -m turnstile.sim"
+        f"systemd-run --quiet --collect --unit=engines {python} -m turnstile.sim"
         " --ollama-port 11435 --comfy-port 8189 --speed 2"
     )
 

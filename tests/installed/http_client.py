@@ -115,3 +115,36 @@ class Stream(threading.Thread):
         if self.is_alive():
             raise Failed("the stream did not end")
         return self.outcome
+
+
+class Pinger(threading.Thread):
+    """Asks one request after the other, on a connection of its own each, until `stop`."""
+
+    def __init__(self, port: int, target: str) -> None:
+        super().__init__(daemon=True)
+        self._where = port, target
+        self._stopped = threading.Event()
+        self.answers: list[float] = []
+        self.failures: list[str] = []
+        self.start()
+
+    def run(self) -> None:
+        while not self._stopped.wait(0.02):
+            try:
+                answer = ask(*self._where)
+            except OSError as error:
+                self.failures.append(f"{type(error).__name__}: {error}")
+            else:
+                self.answers.append(answer.seconds)
+                if answer.status != 200:
+                    self.failures.append(f"{answer.status} {answer.body[:100]!r}")
+
+    def stop(self) -> str:
+        """What it saw; raises `Failed` if a request failed."""
+        self._stopped.set()
+        self.join(30)
+        if self.failures or not self.answers:
+            raise Failed(
+                f"{len(self.failures)} of {len(self.answers)} requests: {self.failures[:3]}"
+            )
+        return f"{len(self.answers)} requests meanwhile, all 200, the slowest after {max(self.answers):.1f} s"

@@ -1,25 +1,31 @@
 """Root file systems to test in, made with debootstrap and apt from Debian's archive, and kept for the next time.
 
 Three of them: ``base``, a small system that boots, with the archives of what the package depends on at hand but not
-installed; ``build``, where the package is built; ``pip``, base with Python's own means of installing.
+installed; ``build``, where packages are built; ``pip``, base with Python's own means of installing, and the wheels of
+what turnstile depends on.
 """
 
+import configparser
 import hashlib
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SUITE = "bookworm"
+#: The version of Python that it has.
+PYTHON = "3.11"
 MIRROR = os.environ.get("DEBIAN_MIRROR", "http://deb.debian.org/debian")
 #: In what boots. udev would only slow it down; the rest is what the checks use.
 SYSTEM = ["systemd", "systemd-sysv", "dbus", "logrotate", "bash-completion", "openssl"]
 BUILD = ["dpkg-dev", "devscripts", "lintian", "man-db"]
-PIP = ["python3-venv", "python3-pip"]
+PIP = ["python3-venv", "ca-certificates"]
 #: To be raised when what is done here changes.
 RECIPE = 3
 
@@ -123,10 +129,42 @@ def _make_base(image: Image, archives: list[str]) -> None:
     image.keep()
 
 
-def _make_more(image: Image, base: Image, packages: list[str]) -> None:
+def _requirements() -> list[str]:
+    """What pip needs to install and to build turnstile."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    needed = [line for line in setup["options"]["install_requires"].splitlines() if line]
+    return [*needed, "setuptools", "setuptools-scm", "wheel"]
+
+
+def _download_wheels(folder: Path, requirements: list[str]) -> None:
+    """The wheels of ``requirements`` for the images' Python, by the pip that works out here."""
+    python = ROOT / ".venv/bin/python"
+    if not python.exists():
+        run("sh", str(ROOT / "script/bootstrap"), "run")
+    pip = [str(python), "-m", "pip"]
+    machine = platform.machine()
+    platforms = ["manylinux2014", "manylinux_2_28", "manylinux_2_34"]
+    run(
+        *pip,
+        "download",
+        "--quiet",
+        "--only-binary=:all:",
+        f"--python-version={PYTHON}",
+        *(f"--platform={name}_{machine}" for name in platforms),
+        f"--dest={folder}",
+        *requirements,
+    )
+
+
+def _make_more(
+    image: Image, base: Image, packages: list[str], then: Callable[[Path], None] | None = None
+) -> None:
     root = image.begin()
     run("cp", "--archive", "--reflink=auto", str(base.path), str(root))
     _apt(root, "install", *packages)
+    if then is not None:
+        then(root)
     image.keep()
 
 
@@ -141,10 +179,11 @@ def prepare(cache: Path) -> dict[str, Path]:
             for name in _relations("Build-Depends")
         ),
     ]
+    wheels = _requirements()
     images = {
         "base": Image(cache, "base", [SYSTEM, archives]),
         "build": Image(cache, "build", [SYSTEM, archives, build]),
-        "pip": Image(cache, "pip", [SYSTEM, archives, PIP]),
+        "pip": Image(cache, "pip", [SYSTEM, archives, PIP, wheels]),
     }
     for image in images.values():
         if image.exists:
@@ -152,8 +191,15 @@ def prepare(cache: Path) -> dict[str, Path]:
         print(f"test-deb: making the image {image.name} (once)", flush=True)
         if image.name == "base":
             _make_base(image, archives)
+        elif image.name == "build":
+            _make_more(image, images["base"], build)
         else:
-            _make_more(image, images["base"], build if image.name == "build" else PIP)
+            _make_more(
+                image,
+                images["base"],
+                PIP,
+                lambda root: _download_wheels(root / "srv/wheels", wheels),
+            )
     return {name: image.path for name, image in images.items()}
 
 

@@ -28,7 +28,7 @@ class Report:
             seen = look() or "yes"
         except Failed as error:
             self.failed += 1
-            print(f"  FAIL  {what}: {error}", flush=True)
+            print(f"  FAIL  {what}: {str(error)[-1500:]}", flush=True)
         except Exception:
             self.failed += 1
             print(f"  FAIL  {what}:\n{traceback.format_exc()}", flush=True)
