@@ -407,6 +407,8 @@ def test_the_closure() -> None:
         "dev": Dist(),
     }
     assert set(closure("turnstile", dists.get)) == {"turnstile", "a", "b", "c", "d", "e"}
+    dists |= {"service-identity": Dist(), "six": Dist()}
+    assert set(closure("service-identity", dists.get)) == {"service-identity", "six"}
 
 
 def test_what_this_environment_consists_of() -> None:
@@ -762,8 +764,8 @@ def test_no_copy_of_what_the_service_could_not_see(site: Site) -> None:
 
 
 def test_a_given_configuration_that_cannot_be_read(site: Site) -> None:
-    said = site.refused("install", "--config=/nonexistent")
-    assert said == "configuration file /nonexistent: can't be read: No such file or directory"
+    said = site.refused("install", "--config=/dev/null/x")
+    assert said == "configuration file /dev/null/x: can't be read: Not a directory"
 
 
 def test_removing_it_all(site: Site) -> None:
@@ -949,7 +951,7 @@ def test_what_systemctl_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     systemd.run("start", ("x",))
     with pytest.raises(InstallError, match="systemctl start y: it went wrong"):
         systemd.run("start", ("y",))
-    monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.setenv("PATH", "/dev/null")
     with pytest.raises(InstallError, match="there is no systemctl"):
         systemd.active("a")
 

@@ -125,7 +125,7 @@ def refused(checkout: Path, *arguments: Any, **environ: str) -> str:
 
 def test_what_is_refused(checkout: Path, private: Path, tmp_path: Path) -> None:
     assert "usage: script/release" in refused(checkout)
-    assert "no such key" in refused(checkout, "/nonexistent")
+    assert "no such key" in refused(checkout, "/dev/null/x")
     assert "RELEASE_SIGNING_KEY is not set" in refused(checkout, "-", RELEASE_SIGNING_KEY="")
     assert "HEAD is not a tag" in refused(checkout, private)
     git(checkout, "tag", "v1.2.3-rc1")

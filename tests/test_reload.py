@@ -338,9 +338,9 @@ def test_sighup(tmp_path: Path) -> None:
         )
         assert not second.exists()
 
-        write(file, base, "LOG_FILE=/nonexistent/x")
+        write(file, base, "LOG_FILE=/dev/null/x")
         hang_up()
-        assert "log file /nonexistent/x: can't be written" in first.read_text()
+        assert "log file /dev/null/x: can't be written" in first.read_text()
 
         write(file, base, f"LOG_FILE={second}", "LOG_FORMAT=json")
         hang_up()

@@ -18,6 +18,10 @@ _REQUIREMENT = re.compile(
 )
 _EXTRA = re.compile(r"""\bextra\s*==\s*["']([^"']+)["']""")
 
+#: What distributions import without saying so in their metadata: service-identity before version 21, without which
+#: Twisted would check the names in certificates only roughly.
+_UNDECLARED = {"service-identity": ["six"]}
+
 #: Files by their place below site-packages.
 Files = Mapping[PurePosixPath, Path]
 
@@ -89,7 +93,8 @@ def closure(
         if dist is None:
             continue
         found[name] = dist
-        todo += wanted_requirements(list(dist.requires or []), known[name])
+        lines = [*(dist.requires or []), *_UNDECLARED.get(name, [])]
+        todo += wanted_requirements(lines, known[name])
     return found
 
 
