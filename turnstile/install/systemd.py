@@ -50,7 +50,7 @@ class Systemd:
                 text=True,
                 timeout=TIMEOUT,
             )
-        except FileNotFoundError:
+        except OSError:
             raise InstallError(
                 "there is no systemctl: this machine is not run by systemd"
             ) from None
