@@ -1,132 +1,55 @@
-"""Builds the Debian package, installs it in a booted system, and checks that what it promises holds there.
+"""Runs inside.py in mount and process name spaces of its own, so that nothing of it is left however it ends.
 
-Run by script/test-deb, in name spaces of its own. Nothing but Python's standard library.
+It is told to come to an end by the end of a pipe: at Ctrl-C, at SIGTERM, or if this process is gone.
 """
 
-import argparse
-import contextlib
-import ctypes
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
-import checks_package
-import checks_pip
-import checks_sandbox
-import checks_service
-from build import Workshop, sources, version
-from images import ROOT, prepare
-from machine import Machine, Refused, layered
-from report import Report
-
-_CLONE_NEWNET = 0x40000000
+#: Seconds for an orderly end.
+PATIENCE = 30
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="script/test-deb")
-    parser.add_argument("--cache", type=Path, required=True, help=argparse.SUPPRESS)
-    parser.add_argument("--only", choices=("deb", "pip"), help="only what is installed so")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="copy the packages there")
-    parser.add_argument(
-        "--use", type=Path, metavar="FOLDER", help="use those that were kept, build none"
+    inside = Path(__file__).parent / "inside.py"
+    watched, held = os.pipe()
+    work = tempfile.mkdtemp(prefix="turnstile-test-deb-")
+    has_shell = "--shell" in sys.argv
+    child = subprocess.Popen(
+        [
+            *("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"),
+            *(sys.executable, "-B", str(inside), f"--lifeline={watched}", f"--work={work}"),
+            *sys.argv[1:],
+        ],
+        pass_fds=[watched],
+        # Ctrl-C is for us alone; but a shell wants its terminal.
+        start_new_session=not has_shell,
     )
-    parser.add_argument(
-        "--shell", action="store_true", help="no checks, but a shell in a system with the package"
-    )
-    options = parser.parse_args()
-    images = prepare(options.cache)
-    _leave_the_network()
-    with tempfile.TemporaryDirectory(prefix="turnstile-test-deb-") as name:
-        try:
-            return _test(Path(name), images, options)
-        except Refused as refused:
-            print("\ntest-deb: SKIPPED, nothing was tested: no container boots here.")
-            print(refused, flush=True)
-            return 1 if os.environ.get("TURNSTILE_TEST_DEB") == "must" else 0
+    os.close(watched)
+    told = False
 
+    def end(*_: object) -> None:
+        nonlocal told
+        if not told:
+            told = True
+            os.close(held)
+            signal.alarm(PATIENCE)
 
-def _leave_the_network() -> None:
-    """From here on there is nothing but a loopback interface of our own."""
-    if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNET):
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
-    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
-    # Where systemd-nspawn keeps its own; in our mount name space.
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=755", "turnstile-test", "/run"], check=True)
-
-
-@contextlib.contextmanager
-def _booted(image: Path, place: Path) -> Iterator[Machine]:
-    with layered(image, place) as root, Machine(root) as machine:
-        yield machine
-
-
-def _test(work: Path, images: dict[str, Path], options: argparse.Namespace) -> int:
-    # Before much time is spent: is that possible here at all?
-    with _booted(images["base"], work / "first"):
-        pass
-    report = Report()
-    files = _files(work, images, options, report)
-    if files is None:
-        report.close()
-        return 1
-    if options.shell:
-        with _booted(images["base"], work / "machine") as machine:
-            (machine.root / "srv/newer.deb").write_bytes(files["newer.deb"])
-            machine.run("apt-get install --yes /srv/newer.deb", seconds=400)
-            checks_service.start_engines(machine)
-            return subprocess.run(machine.command("exec bash")).returncode
-    if options.only != "pip":
-        with _booted(images["base"], work / "machine") as machine:
-            _test_deb(report, machine, files)
-    if options.only != "deb":
-        with _booted(images["pip"], work / "other") as machine:
-            wheels = {name: data for name, data in files.items() if ".whl" in name}
-            checks_pip.run(report, machine, wheels)
-            dockerfile = (ROOT / "Dockerfile").read_text()
-            checks_pip.dockerfile(report, machine, sources(), dockerfile)
-    return 0 if report.close() else 1
-
-
-def _test_deb(report: Report, machine: Machine, files: dict[str, bytes]) -> None:
-    for name in ("older.deb", "newer.deb"):
-        (machine.root / "srv" / name).write_bytes(files[name])
-    if not checks_package.install(report, machine):
-        return
-    checks_service.start_engines(machine)
-    checks_package.configure(report, machine)
-    checks_package.upgrade(report, machine)
-    checks_service.run(report, machine)
-    checks_sandbox.run(report, machine)
-    checks_package.remove(report, machine)
-
-
-def _files(
-    work: Path, images: dict[str, Path], options: argparse.Namespace, report: Report
-) -> dict[str, bytes] | None:
-    """The packages to test, by name; None if they can't be built."""
-    if options.use is not None:
-        return {path.name: path.read_bytes() for path in options.use.iterdir()}
-    files: dict[str, bytes] = {}
-    with Workshop(images["build"], work / "workshop") as workshop:
-        for part, build in (("deb", checks_package.build), ("pip", checks_pip.build)):
-            if options.only in (None, part):
-                built = build(report, workshop, version())
-                if built is None:
-                    return None
-                files |= built
-    if options.keep is not None:
-        options.keep.mkdir(parents=True, exist_ok=True)
-        for name, data in files.items():
-            (options.keep / name).write_bytes(data)
-    return files
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, end)
+    signal.signal(signal.SIGINT, signal.SIG_IGN if has_shell else end)
+    signal.signal(signal.SIGALRM, lambda *_: child.kill())
+    try:
+        status = child.wait()
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return status if status >= 0 else 1
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit("test-deb: interrupted")
+    sys.exit(main())

@@ -88,18 +88,18 @@ class Machine:
         nspawn = self._nspawn
         if nspawn is None:
             return
-        if nspawn.poll() is None:
-            if self._leader:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(self._leader, signal.SIGRTMIN + 4)  # poweroff.target
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                nspawn.wait(10)
-        if nspawn.poll() is None:
-            nspawn.kill()
-            if self._leader:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(self._leader, signal.SIGKILL)
-        nspawn.wait()
+        # There is nothing in it to be saved; systemd-nspawn ends when its child does.
+        if self._leader:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._leader, signal.SIGKILL)
+        else:
+            nspawn.terminate()
+        deadline = time.monotonic() + 10.0
+        while nspawn.poll() is None:
+            _reap(nspawn.pid)
+            if time.monotonic() > deadline:
+                nspawn.kill()
+            time.sleep(0.02)
 
     @property
     def console(self) -> str:
@@ -199,6 +199,14 @@ class Machine:
             "journalctl --sync; journalctl --no-pager --lines=1 --show-cursor --output=cat"
         ).splitlines()[-1]
         return line.removeprefix("-- cursor: ")
+
+
+def _reap(but: int) -> None:
+    """Orphans are ours to bury where we are process 1; a container ends only when all of its dead are."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and int(entry.name) != but:
+            with contextlib.suppress(OSError):
+                os.waitpid(int(entry.name), os.WNOHANG)
 
 
 def _child_of(pid: int) -> int:
