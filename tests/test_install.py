@@ -698,6 +698,29 @@ def test_an_environment_of_another_python(site: Site) -> None:
     assert "its Python is gone" in site.install()[1]
 
 
+def test_links_that_the_services_user_made_are_not_followed(site: Site) -> None:
+    site.install(given_config(site))
+    elsewhere = site.paths.base.parent / "elsewhere"
+    elsewhere.mkdir()
+    package = site.paths.site_packages / "dep"
+    shutil.rmtree(package)
+    package.symlink_to(elsewhere)
+    said = site.install()
+    assert said[1].endswith("(it holds links to other folders)")
+    assert list(elsewhere.iterdir()) == [] and (package / "__init__.py").exists()
+    assert not package.is_symlink()
+    for name in ("releases", "venv"):
+        path = site.paths.root / name
+        path.rename(elsewhere / name)
+        path.symlink_to(elsewhere / name)
+        said_ = site.refused("install")
+        assert said_ == f"{path} is a symbolic link, which it should not be: remove it"
+        with pytest.raises(InstallError, match="is a symbolic link"):
+            install_update.update(site.paths, site.machine, print, force=True, dry_run=True)
+        path.unlink()
+        (elsewhere / name).rename(path)
+
+
 def test_it_does_not_saw_off_its_own_branch(site: Site) -> None:
     site.source = attrs.evolve(site.source, interpreter=site.paths.interpreter)
     assert "run this from another environment" in site.refused("install", given_config(site))

@@ -76,12 +76,18 @@ class Supervisor(Service):
         self._ready()
         if self._pulse is not None and self.running:
             self._pulse.start()
+        self._begin_updates()
 
     def _looked(self, _: object) -> None:
         if self._status is not None:
             self._status.changed()
-        if self._service.bound.called and self.running:
-            self._updater = make_updater(self._service, self._reactor, self.is_managed)
+        self._begin_updates()
+
+    def _begin_updates(self) -> None:
+        """Once the listeners are open and the engines were looked at, the version counts as one that works."""
+        service = self._service
+        if service.bound.called and service.ready.called and self.running and not self._updater:
+            self._updater = make_updater(service, self._reactor, self.is_managed)
             self._updater.came_up()
 
     def _apply(self, config: Config) -> None:

@@ -15,6 +15,7 @@ from turnstile.install.do import Doer
 from turnstile.install.look import (
     ALL_UNITS,
     Manager,
+    check_links,
     check_machine,
     look,
     make_wanted,
@@ -146,6 +147,7 @@ def _install(
     options: argparse.Namespace, paths: Paths, manager: Manager, say: Callable[[str], None]
 ) -> int:
     check_machine(paths)
+    check_links(paths)
     source = find_source()
     copied = not options.no_copy
     if copied:

@@ -101,13 +101,14 @@ class Doer:
 
     def _copy_release(self, version: str) -> None:
         assert self.source is not None
-        releases = self.paths.releases
-        staged = Path(tempfile.mkdtemp(prefix=".staging-", dir=releases))
+        # Not in the service's folder, whose user could turn it into another one meanwhile.
+        staged = Path(tempfile.mkdtemp(prefix=".turnstile-", dir=self.paths.staging))
         try:
             os.chmod(staged, 0o755)
             _copy(self.source.release, staged)
-            self._own(staged)
-            target = releases / version
+            owner = self.paths.root.stat()
+            own_tree(staged, owner.st_uid, owner.st_gid)
+            target = self.paths.releases / version
             _remove(target)
             os.rename(staged, target)
         finally:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Protocol
 
@@ -126,11 +127,31 @@ def find_venv_problem(paths: Paths, source: Source) -> str:
     if Path(settings.get("home", "")).resolve() != source.home:
         return f"it stands on {settings.get('home')}, not on {source.home}"
     version = ".".join(settings.get("version", "").split(".")[:2])
+    if any(os.path.islink(path) for path in _folders(paths.venv)):
+        return "it holds links to other folders"
     if version != source.python or not paths.site_packages.is_dir():
         return f"it is for Python {version}, not {source.python}"
     if not paths.interpreter.exists():
         return "its Python is gone"
     return ""
+
+
+def _folders(venv: Path) -> Iterator[str]:
+    """Every folder below an environment, but for the link that Python makes."""
+    for folder, names, _ in os.walk(venv):
+        for name in names:
+            if name != "lib64" or Path(folder) != venv:
+                yield os.path.join(folder, name)
+
+
+def check_links(paths: Paths) -> None:
+    """Raises `InstallError` if a folder that root is about to write to is a link.
+
+    The service's user may make one, and root must not follow it.
+    """
+    for path in (paths.releases, paths.venv):
+        if path.is_symlink():
+            raise InstallError(f"{path} is a symbolic link, which it should not be: remove it")
 
 
 def differs_from(files: Files, folder: Path) -> bool:
@@ -187,6 +208,7 @@ def check_machine(paths: Paths) -> None:
 __all__ = [
     "ALL_UNITS",
     "Manager",
+    "check_links",
     "check_machine",
     "look",
     "make_wanted",

@@ -56,6 +56,11 @@ class Paths:
         return self.root / "releases"
 
     @property
+    def staging(self) -> Path:
+        """Where what is to be put into the service's folder is prepared: beside it, where only root may write."""
+        return self.root.resolve().parent
+
+    @property
     def boot(self) -> Path:
         """What runs before each start; see :mod:`turnstile.update.boot`."""
         return self.root / "boot.py"

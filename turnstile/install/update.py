@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -10,7 +12,7 @@ from twisted.internet.defer import Deferred, inlineCallbacks
 
 from turnstile.config import SETTINGS, ConfigError, parse_env_file
 from turnstile.install.do import own_tree
-from turnstile.install.look import Manager
+from turnstile.install.look import Manager, check_links
 from turnstile.install.paths import SERVICE, InstallError, Paths
 from turnstile.update import pubkey
 from turnstile.update.download import Downloader, DownloadError
@@ -58,6 +60,7 @@ def update(
     fetcher: Fetches | None = None,
 ) -> int:
     """Look, install, and restart a service that runs; returns the exit status, raises `InstallError`."""
+    check_links(paths)
     layout = Layout(paths.root)
     running = layout.current
     if running is None:
@@ -76,13 +79,25 @@ def update(
     source = Source(repository=settings.update_repo, asset=settings.update_asset, keys=keys)
     refused = frozenset() if force else layout.refused
 
+    owner = paths.root.stat()
+
     @inlineCallbacks
     def work(reactor: Any) -> Generator[Deferred[Any], Any, str | None]:
         found = yield find_update(fetcher or Downloader(reactor), source, running, refused)
         version: str
         version, data = found
         if not dry_run:
-            yield install_update(reactor, layout, version, data)
+            # The service's user may write to its folder, but is not to be trusted with what root does: nothing that
+            # lies there is run, and nothing is written there but whole.
+            yield install_update(
+                reactor,
+                layout,
+                version,
+                data,
+                python=Path(sys.executable),
+                place=paths.staging,
+                finish=lambda staged: own_tree(staged, owner.st_uid, owner.st_gid),
+            )
         return version
 
     try:
@@ -95,8 +110,6 @@ def update(
     if dry_run:
         say(f"would install turnstile {version}, in place of {running}")
         return 0
-    owner = paths.root.stat()
-    own_tree(layout.releases / version, owner.st_uid, owner.st_gid)
     say(f"turnstile {version} is in place of {running}")
     if SERVICE in manager.active((SERVICE,)):
         manager.run("restart", (SERVICE,))

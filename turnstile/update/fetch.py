@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -100,18 +100,30 @@ def find_update(
 
 @inlineCallbacks
 def install_update(
-    reactor: Any, layout: Layout, version: str, data: bytes
+    reactor: Any,
+    layout: Layout,
+    version: str,
+    data: bytes,
+    *,
+    python: Path | None = None,
+    place: Path | None = None,
+    finish: Callable[[Path], None] = lambda _: None,
 ) -> Generator[Deferred[Any], Any, None]:
     """Unpack a wheel beside the version that runs, import it once in a process of its own, and put it in place.
+
+    :param python: what imports it; by default the installation's own.
+    :param place: where it is unpacked: a folder of the same file system; by default beside the other versions.
+    :param finish: called with the folder before it is put in place.
 
     Fails with `NotUsable` if it can't be used or there is no room for it; nothing has changed then.
     """
     try:
-        with layout.lock(), layout.staging() as folder:
+        with layout.lock(), layout.staging(place) as folder:
             staged = folder / version
             staged.mkdir()
             yield deferToThread(_unpack, data, staged)
-            yield _try(reactor, layout.python, staged, version)
+            yield _try(reactor, python or layout.python, staged, version)
+            finish(staged)
             layout.put_in_place(staged, version)
     except NotUsable as error:
         raise NotUsable(f"v{version} is not installed: {error}") from None

@@ -95,9 +95,9 @@ class Layout:
             os.close(fd)
 
     @contextlib.contextmanager
-    def staging(self) -> Iterator[Path]:
-        """A new folder beside the versions, which is gone afterwards unless it was moved."""
-        folder = Path(tempfile.mkdtemp(prefix=".staging-", dir=self.releases))
+    def staging(self, place: Path | None = None) -> Iterator[Path]:
+        """A new folder beside the versions, or in ``place``, which is gone afterwards unless it was moved."""
+        folder = Path(tempfile.mkdtemp(prefix=".staging-", dir=place or self.releases))
         os.chmod(folder, 0o755)
         try:
             yield folder
@@ -110,7 +110,7 @@ class Layout:
         if target.exists():
             # Not the running one: that would be no newer version.
             shutil.rmtree(target)
-        os.rename(staged, target)
+        os.rename(staged, target)  # a folder's owner stays what it is
         boot.sync_folder(self.releases)
         state = boot.read_state(self.root)
         before = boot.current_version(self.root)
