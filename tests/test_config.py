@@ -518,7 +518,7 @@ def test_keys_of_later_features_start_with_a_notice(tmp_path):
     text = "".join(f"{key}=x\n" for key in sorted(c.RESERVED)) + "NO_COLOR=1\n"
     config = configure(text=text, tmp_path=tmp_path)
     assert len(config.notices) == len(c.RESERVED) + 1
-    assert f"{config.file}:1: AUTO_UPDATE has no effect yet" in config.notices
+    assert f"{config.file}:1: {min(c.RESERVED)} has no effect yet" in config.notices
     environ = {**OLLAMA, "GPU_KEY": "x", "WEIGHT": "2", "UPDATE_REPO": "", "STADI_LLM_WEIGHT": "3"}
     assert configure(environ=environ).notices == (
         "environment variable GPU_KEY has no effect yet",
@@ -537,7 +537,7 @@ def test_the_seeds_table():
         BUSY_RETRY_AFTER=30 WARM_MODEL= LOGLEVEL=warn LOG_FORMAT=text LOG_FILE=
         UNLOAD_POLL_INTERVAL=500ms HISTORY_POLL_INTERVAL=1s PROBE_TIMEOUT=5s FREE_TIMEOUT=30s
         WARM_TIMEOUT=2m SHUTDOWN_TIMEOUT=10s BACKOFF_INITIAL=1s BACKOFF_MAX=60s
-        PROMPT_CAPTURE_LIMIT=65536"""
+        PROMPT_CAPTURE_LIMIT=65536 UPDATE_INTERVAL=6h"""
     for pair in seed.split():
         name, _, default = pair.partition("=")
         assert defaults[name] == default
@@ -571,3 +571,21 @@ def test_listeners_of_enabled_engines():
     assert config.listeners() == [("LISTEN_COMFY", "tcp:8188")]
     config = configure({"listen-ollama-nested": "1"})
     assert [name for name, _ in config.listeners()] == ["LISTEN_OLLAMA", "LISTEN_OLLAMA_NESTED"]
+
+
+def test_the_updaters_settings(tmp_path):
+    config = configure(environ=OLLAMA)
+    assert (config.auto_update, config.update_repo) == (None, None)
+    assert config.update_asset == "turnstile-*-py3-none-any.whl"
+    # A file of the original starts, whatever it says of updates.
+    text = (
+        "OLLAMA_URL=http://a\nAUTO_UPDATE=true\nUPDATE_REPO=https://git.example/PUBLIC/gpu-turnstile\n"
+        "UPDATE_ASSET=gpu-turnstile.exe\nUPDATE_INTERVAL=6h\n"
+    )
+    config = configure(text=text, tmp_path=tmp_path)
+    assert config.auto_update is True and not config.notices
+    assert str(config.update_repo) == "https://git.example/PUBLIC/gpu-turnstile"
+    with pytest.raises(c.ConfigError, match="updates are fetched over https:// only"):
+        configure(environ={**OLLAMA, "UPDATE_REPO": "http://git.example/a/b"})
+    with pytest.raises(c.ConfigError, match="out of range"):
+        configure(environ={**OLLAMA, "UPDATE_INTERVAL": "1s"})

@@ -19,7 +19,7 @@ from twisted.logger import Logger as TwistedLogger
 from twisted.logger import LogLevel, LogPublisher, globalLogPublisher
 
 from turnstile import log as tlog
-from turnstile.config import Config, ConfigError, Upstream, load
+from turnstile.config import RESERVED, Config, ConfigError, Upstream, load
 
 
 @pytest.fixture(autouse=True)
@@ -402,7 +402,8 @@ def test_secrets_that_slipped_through(format):
 
 def test_startup_lines_at_any_level():
     page = Page(log_level="error")
-    environ = {"OLLAMA_URL": "http://gpu:1", "LOGLEVEL": "error", "AUTO_UPDATE": "1"}
+    reserved = min(RESERVED)
+    environ = {"OLLAMA_URL": "http://gpu:1", "LOGLEVEL": "error", reserved: "1"}
     config = load({}, environ, default_file="/nonexistent")
     tlog.log_startup(page.log, config, "1.2.3")
     assert "turnstile 1.2.3 starting" in page.lines[0]
@@ -411,7 +412,7 @@ def test_startup_lines_at_any_level():
         for line in page.lines
     )
     assert len(page.lines) == 2 + len(config.describe())
-    assert "WARN  environment variable AUTO_UPDATE has no effect yet" in page.lines[-1]
+    assert f"WARN  environment variable {reserved} has no effect yet" in page.lines[-1]
 
 
 # -- files

@@ -120,10 +120,18 @@ def test_a_plugin_that_went_away_leaves_no_trace(tmp_path):
 
 
 @checkout
-@pytest.mark.parametrize("name", ["script/bootstrap", "script/test", "script/demo", ".ci/run"])
+@pytest.mark.parametrize(
+    "name",
+    "script/bootstrap script/test script/demo script/build-deb script/test-deb script/version"
+    " debian/rules debian/turnstile.postinst debian/turnstile.prerm debian/turnstile.postrm .ci/run".split(),
+)
 def test_scripts(name):
-    assert os.access(ROOT / name, os.X_OK)
-    assert run("sh", "-n", ROOT / name, cwd="/").stderr == ""
+    first = (ROOT / name).read_text().splitlines()[0]
+    assert first.startswith("#!")
+    # dpkg makes its own scripts executable.
+    assert os.access(ROOT / name, os.X_OK) or name.startswith("debian/turnstile.")
+    if first.endswith("sh"):
+        assert run("sh", "-n", ROOT / name, cwd="/").stderr == ""
 
 
 @checkout
@@ -202,6 +210,8 @@ def test_what_the_wheel_holds(wheel):
     assert "twisted/plugins/turnstile_plugin.py" in code
     assert "turnstile/config.py" in code
     assert "turnstile/py.typed" in code
+    units = {name for name in code if name.startswith("turnstile/systemd/")}
+    assert {"turnstile/systemd/turnstile.service", "turnstile/systemd/drop-ins/gpu.conf"} < units
     assert {name.partition("/")[0] for name in code} == {"turnstile", "twisted"}
     assert {name for name in code if name.startswith("twisted/")} == {
         "twisted/plugins/turnstile_plugin.py"

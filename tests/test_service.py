@@ -104,6 +104,8 @@ async def test_at_the_stop_who_was_not_answered_yet_gets_503_before_the_cut() ->
 async def test_at_the_stop_idle_connections_and_sockets_are_closed() -> None:
     async with running() as s:
         idle = await s.wire()
+        idle.send_request("GET", "/healthz")
+        await idle.until(b"image_pending")
         codes: list[Any] = []
 
         async def client() -> None:
@@ -518,12 +520,15 @@ async def does_not_start(folder: Path, *options: str) -> str:
 async def test_a_systemd_socket_that_is_not_there_is_told_in_one_line(
     tmp_path: Path, descriptor: str
 ) -> None:
-    line = await does_not_start(
-        tmp_path,
-        "--ollama=http://127.0.0.1:1",
-        f"--listen-ollama=systemd:domain=INET:{descriptor}",
-    )
-    assert "systemd passed no such socket" in line
+    endpoint = f"systemd:domain=INET:{descriptor}"
+    run = Program(tmp_path, "--ollama=http://127.0.0.1:1", f"--listen-ollama={endpoint}")
+    try:
+        assert await run.ended(20.0) == 2
+    finally:
+        await run.kill()
+    assert run.lines() == [
+        f"turnstile: LISTEN_OLLAMA ({endpoint}): systemd passed no such socket (it passed: none)"
+    ]
 
 
 @pytest_twisted.ensureDeferred

@@ -23,10 +23,12 @@ ROOT = Path(turnstile.__file__).parent.parent
 RUNNER = """
 import sys, types
 from twisted.application.service import Service
+from twisted.internet.defer import Deferred
 from turnstile.log import Logger, log_startup
 class TurnstileService(Service):
-    def __init__(self, config, reactor):
+    def __init__(self, config, reactor, sockets=()):
         self.config, self.reactor, self.log = config, reactor, Logger(namespace="turnstile.service")
+        self.bound, self.ready = Deferred(), Deferred()
     def startService(self):
         Service.startService(self)
         log_startup(self.log, self.config, "1.2.3")
@@ -74,7 +76,12 @@ def parse(*arguments, environ=None):
 
 
 def test_every_setting_is_an_option():
-    texts = {"ollama": "http://a", "comfy": "http://b", "llama": "http://d"}
+    texts = {
+        "ollama": "http://a",
+        "comfy": "http://b",
+        "llama": "http://d",
+        "update-repo": "https://forge/owner/name",
+    }
     commands = {"llama-stop-command": "x", "llama-start-command": "x", "sd-args": "x"}
     given = [f"--{name}={text}" for name, text in {"ollama": "http://c", **commands}.items()]
     for setting in config.SETTINGS:
@@ -136,7 +143,7 @@ def test_help_shows_everything(columns):
 
 
 class FakeService(Service):
-    def __init__(self, config, reactor):
+    def __init__(self, config, reactor, sockets=()):
         self.config = config
         self.reactor = reactor
 
@@ -154,7 +161,7 @@ def fake_service(monkeypatch):
 def test_the_service_and_its_one_observer(fake_service):
     reactor = object()
     root = tap.makeService(parse(*OLLAMA), reactor)
-    (service,) = list(root)
+    service, _ = root
     assert isinstance(service, FakeService)
     assert service.reactor is reactor
     assert service.config.ollama_url == config.Upstream("http", "gpu", 1)

@@ -217,6 +217,12 @@ class Arbiter:
         for kind in kinds or EVENTS:
             self._listeners[kind].append(listener)
 
+    def change_limits(self, *, image_burst: int, max_inflight: int) -> None:
+        """Set what the constructor was given anew; whoever waits may profit at once."""
+        self.image_burst = image_burst
+        self.max_inflight = max_inflight
+        self._pump()
+
     # -- asking -----------------------------------------------------------------------------------------------
 
     def try_acquire(self, tenant: Tenant, label: str = "", client: str = "") -> Lease | None:

@@ -28,6 +28,7 @@ from turnstile.addresses import (
 )
 from turnstile.durations import format_duration, parse_duration
 from turnstile.envfile import format_env_file, parse_env_file
+from turnstile.update.release import Repository
 
 __all__ = [
     "DEFAULT_FILE",
@@ -50,8 +51,6 @@ FILE_VARIABLE = "GPU_TURNSTILE_CONFIG"
 
 #: Keys of features that are not built yet. A file that has them starts, with a notice.
 RESERVED = frozenset(
-    # the updater
-    "AUTO_UPDATE UPDATE_INTERVAL UPDATE_REPO UPDATE_ASSET "
     # GPU-share
     "SD_WEIGHT STADI_SD_WEIGHT STADI_LLM_WEIGHT GPU_KEY "
     "GPU_SHARE GPU_SHARE_WEIGHT GPU_SHARE_NAME GPU_SHARE_GROUP WEIGHT".split()
@@ -174,6 +173,7 @@ _SECRET = Kind(_parse_secret, str, "SECRET")
 _WORDS = Kind(_parse_words, shlex.join, "ARGUMENTS")
 _SHELL = Kind(_parse_text, str, "COMMAND")
 _URL = Kind(Upstream.parse, str, "URL")
+_REPOSITORY = Kind(Repository.parse, str, "URL")
 
 
 @attrs.frozen
@@ -539,6 +539,31 @@ class Config:
         _integer(1, 1 << 30),
         "65536",
         "Bytes of ComfyUI's answer to a prompt that are searched for the job's id.",
+    )
+    auto_update: bool | None = _setting(
+        "AUTO_UPDATE",
+        _BOOLEAN,
+        "",
+        "Install new signed versions; only where turnstile-service installed this one."
+        " Empty: if this build has its publisher's key.",
+    )
+    update_interval: float = _setting(
+        "UPDATE_INTERVAL",
+        _duration(smallest=60),
+        "6h",
+        "How often to look for a new version; the first time is at the start.",
+    )
+    update_repo: Repository | None = _setting(
+        "UPDATE_REPO",
+        _REPOSITORY,
+        "",
+        "Repository whose releases are looked at, https://HOST/OWNER/NAME (Gitea, Forgejo, GitHub).",
+    )
+    update_asset: str = _setting(
+        "UPDATE_ASSET",
+        _TEXT,
+        "turnstile-*-py3-none-any.whl",
+        "Pattern of the name of a release's wheel; beside it are NAME.sig and NAME.sha256.",
     )
 
     #: Where values that are not defaults came from, by field name.

@@ -54,6 +54,12 @@ def fail_startup(reactor: Any, message: str, code: int = EXIT_FAILURE) -> None:
     reactor.callWhenRunning(_stop, reactor)
 
 
+def leave(reactor: Any, code: int) -> None:
+    """End the process in good order, with ``code``."""
+    set_exit_status(code)
+    _stop(reactor)
+
+
 def exit_0_on_sigterm(reactor: Any) -> None:
     """Let SIGTERM end the process in good order, with status 0 if nothing else was set.
 

@@ -564,6 +564,14 @@ class Observer:
         """Change the level, of the whole process."""
         set_level(name)
 
+    def write_to(self, sink: Sink, format: str, colour: bool) -> None:
+        """Write elsewhere or otherwise from now on."""
+        before, self.sink = self.sink, sink
+        self._json = format == "json"
+        self.colour = colour
+        if before is not sink:
+            before.close()
+
     def reopen(self) -> None:
         """Open the log file again, if it is one."""
         problem = self.sink.reopen()
@@ -608,10 +616,35 @@ def make_observer(
         sink = stream
     else:
         sink = StreamSink(stream)
-    colour = wants_colour(isatty, environ or {}) and not isinstance(sink, LogFile | SyslogSink)
     set_level(config.log_level)
-    _current = Observer(sink, config.log_format, colour)
+    _current = Observer(sink, config.log_format, _colours(sink, isatty, environ or {}))
     return _current
+
+
+def _colours(sink: Sink, isatty: bool, environ: Mapping[str, str]) -> bool:
+    return wants_colour(isatty, environ) and not isinstance(sink, LogFile | SyslogSink)
+
+
+def prepare_switch(
+    observer: Observer,
+    config: Config,
+    make_sink: Callable[[], tuple[Sink, bool]],
+    environ: Mapping[str, str],
+) -> Callable[[], None]:
+    """Open what ``config`` wants the log written to; what is returned has ``observer`` write there.
+
+    :param make_sink: the place without LOG_FILE, and whether it is a terminal.
+
+    Raises `ConfigError` if it can't be written; nothing has changed then.
+    """
+    sink, isatty = observer.sink, observer.colour
+    path = sink.path if isinstance(sink, LogFile) else None
+    if config.log_file is None:
+        sink, isatty = make_sink()
+    elif path != os.path.abspath(config.log_file):
+        sink, isatty = LogFile(config.log_file), False
+    colour = _colours(sink, isatty, environ)
+    return lambda: observer.write_to(sink, config.log_format, colour)
 
 
 def reopen() -> None:

@@ -8,7 +8,8 @@ import re
 import secrets
 import socket
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from twisted.application.service import Service
@@ -16,17 +17,20 @@ from twisted.internet import ssl
 from twisted.internet.defer import Deferred, DeferredList, inlineCallbacks, maybeDeferred
 from twisted.internet.endpoints import serverFromString
 from twisted.internet.error import CannotListenError
+from twisted.internet.task import deferLater
 from twisted.python.failure import Failure
 from twisted.web.client import BrowserLikePolicyForHTTPS
 
-from turnstile import __version__, exitcode
+from turnstile import __version__, activation, exitcode
 from turnstile import log as tlog
+from turnstile.absent import NOWHERE, AbsentPolicy
+from turnstile.activation import Inherited, Listener
 from turnstile.arbiter import Arbiter
 from turnstile.broker import BrokerStatus, make_route
 from turnstile.card import Card
 from turnstile.child.listeners import listeners_on
 from turnstile.commands import ShellCommands
-from turnstile.config import Config, ConfigError, Upstream, split_endpoint
+from turnstile.config import SETTINGS, Config, ConfigError, Upstream, split_endpoint
 from turnstile.engines.base import Engine
 from turnstile.engines.client import JsonClient, make_client
 from turnstile.engines.comfy_events import make_connect_events
@@ -63,17 +67,23 @@ _log = tlog.Logger()
 
 #: Connections that may wait in the kernel to be accepted.
 BACKLOG = 1024
+#: Seconds at the stop for requests that are on their way in and wait for nobody, and how often they are looked at.
+SETTLE_TIME = 1.0
+SETTLE_INTERVAL = 0.01
+#: The settings of each listener, by its name: where it listens, and what has to be set for it to have an engine.
+LISTENERS = {
+    "ollama": ("LISTEN_OLLAMA", "OLLAMA_URL"),
+    "ollama-nested": ("LISTEN_OLLAMA_NESTED", "LISTEN_OLLAMA_NESTED"),
+    "comfyui": ("LISTEN_COMFY", "COMFY_URL"),
+    "llamacpp": ("LISTEN_LLAMA", "LLAMA_URL"),
+    "sd": ("LISTEN_SD", "SD_ARGS"),
+    "broker": ("LISTEN_BROKER", "LISTEN_BROKER"),
+}
+#: Their names in log and state page, by the setting.
+SITES = {setting: name for name, (setting, _) in LISTENERS.items()}
+_FIELDS = {setting.env: setting.field for setting in SETTINGS}
 
 _OUR_PATHS = b"/turnstile/"
-#: The names that listeners go by in log and state page.
-SITES = {
-    "LISTEN_OLLAMA": "ollama",
-    "LISTEN_OLLAMA_NESTED": "ollama-nested",
-    "LISTEN_COMFY": "comfyui",
-    "LISTEN_LLAMA": "llamacpp",
-    "LISTEN_SD": "sd",
-    "LISTEN_BROKER": "broker",
-}
 
 
 class TurnstileService(Service):
@@ -82,9 +92,17 @@ class TurnstileService(Service):
     :param config: the settings.
     :param reactor: makes connections and tells the time.
     :param spawner: starts sd-server instead of the real one.
+    :param sockets: listening sockets that systemd opened.
     """
 
-    def __init__(self, config: Config, *, reactor: Any, spawner: Spawns | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        reactor: Any,
+        spawner: Spawns | None = None,
+        sockets: tuple[Inherited, ...] = (),
+    ) -> None:
         self.config = config
         self._reactor = reactor
         self.arbiter = Arbiter(
@@ -111,11 +129,21 @@ class TurnstileService(Service):
         self._is_cut = False
         #: What our own calls to engines carry, by which they are known should they come back to us.
         self._marks: dict[bytes, str] = {}
+        #: Fires once all listeners are open.
+        self.bound: Deferred[None] = Deferred()
         #: Fires once the engines were looked at, from when on requests are granted the card.
         self.ready: Deferred[None] = Deferred()
+        #: What SIGHUP does.
+        self.on_hangup: Callable[[], None] = tlog.reopen
+        self._retry = RetryPolicy(
+            config.backoff_initial, config.backoff_max, config.retry_status_limit
+        )
+        #: For engines whose 503 has a meaning of its own.
+        self._retry_connecting = RetryPolicy(config.backoff_initial, config.backoff_max, 0)
         self._trust_root = _trust_root(config)
         self._listens = {SITES[name]: text for name, text in config.listeners()}
         self._build(spawner)
+        self._inherited = self._assign(sockets)
 
     # -- building ---------------------------------------------------------------------------------------------
 
@@ -133,7 +161,7 @@ class TurnstileService(Service):
                 make_connect_events(
                     self._reactor,
                     config.comfy_url,
-                    connect_timeout=config.connect_timeout,
+                    connect_timeout=lambda: self.config.connect_timeout,
                     context_factory=self._context_factory(),
                 ),
                 job_timeout=config.job_timeout,
@@ -152,12 +180,12 @@ class TurnstileService(Service):
             self.comfy.add_memory_listener(self._memory_seen)
         if config.sd_args is not None:
             self._build_sd(spawner)
-        if self.ollama is not None and self.comfy is not None and config.warm_model:
+        if self.ollama is not None and self.comfy is not None:
             self._warmer = Warmer(
                 self.arbiter,
                 self.card,
                 self.ollama,
-                config.warm_model,
+                config.warm_model or "",
                 config.warm_timeout,
                 self._reactor,
             )
@@ -225,7 +253,7 @@ class TurnstileService(Service):
 
     def _build_sites(self) -> None:
         config = self.config
-        pages = make_status_tree(
+        pages = self._pages = make_status_tree(
             self.arbiter,
             self.card,
             self.engines,
@@ -326,20 +354,15 @@ class TurnstileService(Service):
         *,
         relays_websockets: bool = False,
     ) -> EngineResource:
-        config = self.config
         kind = SdResource if isinstance(policy, SdPolicy) else EngineResource
         return kind(
             pool,
             policy,
             reactor=self._reactor,
-            retry=RetryPolicy(
-                config.backoff_initial,
-                config.backoff_max,
-                config.retry_status_limit if policy.repeats_status else 0,
-            ),
+            retry=self._retry if policy.repeats_status else self._retry_connecting,
             observer=self.metrics,
             relays_websockets=relays_websockets,
-            tls=self._listens[name].startswith("ssl:"),
+            tls=self._listens.get(name, "").startswith("ssl:"),
         )
 
     def _add_site(
@@ -354,6 +377,36 @@ class TurnstileService(Service):
             on_loop=self._leads_back,
             **options,
         )
+
+    def _assign(self, sockets: tuple[Inherited, ...]) -> dict[str, tuple[Inherited, ...]]:
+        """Give each listener the sockets that are its own, and those without an engine a site that says so."""
+        config = self.config
+        listeners = {}
+        for name in self.sites:
+            setting = LISTENERS[name][0]
+            source = config.sources.get(_FIELDS[setting], "")
+            listeners[name] = Listener(self._listens[name], setting, source)
+        assignment = activation.assign(sockets, listeners)
+        inherited = dict(assignment.taken)
+        for sock in assignment.spare:
+            known = LISTENERS.get(sock.name)
+            name = sock.name or f"descriptor {sock.fd}"
+            if known is not None:
+                reason = f"this port has no engine: turnstile's {known[1]} is not set"
+            else:
+                reason = f"this port has no engine: turnstile knows no listener named {name}"
+            if name not in self.sites:
+                _log.warn(
+                    "systemd passes a socket ({name} at {address}) that is answered 503: {reason}",
+                    name=name,
+                    address=str(sock),
+                    reason=reason,
+                )
+                policy = AbsentPolicy(name, reason, config.busy_retry_after)
+                resource = self._resource(name, self._pool(NOWHERE), policy)
+                self._add_site(name, resource, self._pages)
+            inherited[name] = (*inherited.get(name, ()), sock)
+        return inherited
 
     @property
     def engines(self) -> list[Engine]:
@@ -451,12 +504,22 @@ class TurnstileService(Service):
     def _listen(self) -> None:
         if self.ports:
             return
-        for name, site in self.sites.items():
-            text = self._listens[name]
-            self.ports[name] = None
-            d = maybeDeferred(self._open, text, site)
-            d.addCallback(self._bound, name)
+        ways = [(*way, name) for name in self.sites for way in self._ways_in(name)]
+        self.ports = dict.fromkeys(key for key, _, _, _ in ways)
+        for key, text, way, name in ways:
+            d = maybeDeferred(way, self.sites[name])
+            d.addCallback(self._bound, key)
             d.addErrback(self._not_bound, name, text)
+
+    def _ways_in(self, name: str) -> Iterator[tuple[str, str, Callable[[ProxySite], Any]]]:
+        """For each port of one listener its key in :attr:`ports`, its address, and what opens it."""
+        inherited = self._inherited.get(name, ())
+        for number, sock in enumerate(inherited, 1):
+            key = name if number == 1 else f"{name} {number}"
+            yield key, f"{sock} (systemd's)", partial(activation.listen, self._reactor, sock)
+        if not inherited:
+            text = self._listens[name]
+            yield name, text, partial(self._open, text)
 
     def _open(self, text: str, site: ProxySite) -> Any:
         _remove_stale_socket(text)
@@ -467,22 +530,87 @@ class TurnstileService(Service):
         if isinstance(self._sockets, SocketLoop):
             self._sockets.adopt(port)
         _log.info("{listener} listens on {address}", listener=name, address=str(port.getHost()))
+        if all(self.ports.values()):
+            self.bound.callback(None)
+
+    @property
+    def _policies(self) -> list[EnginePolicy]:
+        resources = [r for site in self.sites.values() for r in site.resources]
+        return [r.policy for r in resources if isinstance(r.policy, EnginePolicy)]
+
+    def ailment(self) -> str:
+        """What is wrong with a service that should run; empty: nothing."""
+        for name, port in self.ports.items():
+            if self.running and port is not None and not getattr(port, "connected", True):
+                return f"{name} does not listen any more"
+        return ""
 
     def _not_bound(self, failure: Failure, name: str, text: str) -> None:
         error = failure.value
         cause = error.socketError if isinstance(error, CannotListenError) else error
         reason = getattr(cause, "strerror", None) or str(cause)
-        if text.startswith("systemd:") and not isinstance(cause, OSError):
-            reason = _NO_DESCRIPTOR
-        elif getattr(cause, "errno", None) == errno.EADDRINUSE and not text.startswith("unix:"):
+        if getattr(cause, "errno", None) == errno.EADDRINUSE and not text.startswith("unix:"):
             reason += _who_may_hold(name)
         exitcode.fail_startup(self._reactor, f"cannot listen for {name} on {text}: {reason}")
 
     # -- running ----------------------------------------------------------------------------------------------
 
     def reload(self) -> None:
-        """SIGHUP: open the log file anew."""
-        tlog.reopen()
+        """SIGHUP: open the log file anew, and whatever else :attr:`on_hangup` does."""
+        self.on_hangup()
+
+    def apply(self, config: Config) -> None:
+        """Put the settings of :data:`turnstile.reload.LIVE` into effect; the others are as they were."""
+        self.config = config
+        self.arbiter.change_limits(
+            image_burst=config.image_burst, max_inflight=config.llm_max_inflight
+        )
+        for client in self._clients:
+            client.set_connect_timeout(config.connect_timeout)
+        for pool in self._pools:
+            pool.set_timeout(config.connect_timeout)
+        for retry in (self._retry, self._retry_connecting):
+            retry.initial = config.backoff_initial
+            retry.maximum = config.backoff_max
+        self._retry.status_limit = config.retry_status_limit
+        self.vram.wait = config.vram_wait
+        for policy in self._policies:
+            policy.configure(config)
+        if self.ollama is not None:
+            self.ollama.unload_timeout = config.unload_timeout
+            self.ollama.unload_poll_interval = config.unload_poll_interval
+            self.ollama.probe_timeout = config.probe_timeout
+        if self.llama is not None:
+            self.llama.change_limits(
+                unload_timeout=config.unload_timeout,
+                unload_poll_interval=config.unload_poll_interval,
+                probe_timeout=config.probe_timeout,
+                load_timeout=config.load_wait,
+            )
+        if self.sd is not None:
+            self.sd.change_limits(
+                idle=config.sd_idle,
+                load_wait=config.load_wait,
+                stop_grace=config.sd_stop_grace,
+                job_timeout=config.job_timeout,
+                probe_timeout=config.probe_timeout,
+                backoff_initial=config.backoff_initial,
+                backoff_max=config.backoff_max,
+                capture_limit=config.prompt_capture_limit,
+            )
+        if self.comfy is not None:
+            self.comfy.change_limits(
+                job_timeout=config.job_timeout,
+                job_timeout_action=config.job_timeout_action,
+                history_poll_interval=config.history_poll_interval,
+                free_timeout=config.free_timeout,
+                probe_timeout=config.probe_timeout,
+                prompt_capture_limit=config.prompt_capture_limit,
+                free_between_jobs=config.free_between_jobs,
+            )
+        if self._warmer is not None:
+            self._warmer.model = config.warm_model or ""
+            self._warmer.timeout = config.warm_timeout
 
     # -- stopping ---------------------------------------------------------------------------------------------
 
@@ -495,9 +623,12 @@ class TurnstileService(Service):
                 yield port.stopListening()
         if self._warmer is not None:
             self._warmer.stop()
+        timer = self._reactor.callLater(self.config.shutdown_timeout, self._cut)
+        yield self._settle()
         self.arbiter.close()
         drains: Deferred[Any] = DeferredList([site.drain() for site in self.sites.values()])
-        timer = self._reactor.callLater(self.config.shutdown_timeout, self._cut)
+        if self._is_cut:
+            self._abort()
         yield drains
         if timer.active():
             timer.cancel()
@@ -514,6 +645,17 @@ class TurnstileService(Service):
         if self._undo_sighup is not None:
             self._undo_sighup()
 
+    @inlineCallbacks
+    def _settle(self) -> Any:
+        """Let in what was accepted already and waits for nobody, so that a restart loses none of it."""
+        for site in self.sites.values():
+            site.last_call()
+        end = self._reactor.seconds() + min(SETTLE_TIME, self.config.shutdown_timeout)
+        while self._reactor.seconds() < end and not self._is_cut:
+            if not any(site.unsettled for site in self.sites.values()):
+                break
+            yield deferLater(self._reactor, SETTLE_INTERVAL, _nothing)
+
     def hasten(self) -> None:
         """Cut what a stop under way still waits for."""
         if self.sd is not None:
@@ -525,12 +667,19 @@ class TurnstileService(Service):
             return
         self._is_cut = True
         _log.warn("answers in progress are cut: {why}", why=why)
+        self._abort()
+
+    def _abort(self) -> None:
         for site in self.sites.values():
             site.abort()
 
 
 def _nobody(port: int, leader: int | None) -> tuple[()]:
     return ()
+
+
+def _nothing() -> None:
+    """There is nothing to do."""
 
 
 def _trust_root(config: Config) -> Any:
@@ -559,7 +708,6 @@ _CERTIFICATE = re.compile(
     rb"-----BEGIN (?:TRUSTED |X509 )?CERTIFICATE-----.+?-----END (?:TRUSTED |X509 )?CERTIFICATE-----",
     re.DOTALL,
 )
-_NO_DESCRIPTOR = "systemd passed no such socket (name= also needs Twisted 22.10 or newer)"
 
 
 def _remove_stale_socket(text: str) -> None:

@@ -5,7 +5,7 @@ import gc
 import os
 import sys
 import textwrap
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import IO, Any, NoReturn
 
 from twisted.application.service import MultiService
@@ -13,9 +13,18 @@ from twisted.logger import ILogObserver
 from twisted.python import usage
 from twisted.python.components import Componentized
 
-from turnstile import __version__, exitcode
+from turnstile import __version__, exitcode, notify
 from turnstile.config import DEFAULT_FILE, FILE_VARIABLE, SETTINGS, Config, ConfigError, load
-from turnstile.log import LogFile, Observer, Sink, StreamSink, SyslogSink, escape, make_observer
+from turnstile.log import (
+    LogFile,
+    Observer,
+    Sink,
+    StreamSink,
+    SyslogSink,
+    escape,
+    make_observer,
+    prepare_switch,
+)
 
 
 def _fail(message: str) -> NoReturn:
@@ -169,7 +178,7 @@ def _check_pid_file(twistd: Mapping[str, Any]) -> None:
     raise ConfigError(f"pid file {path}: can't be written (twistd --pidfile= does without)")
 
 
-def _log_sink(twistd: Mapping[str, Any]) -> tuple[IO[Any] | Sink, bool]:
+def _log_sink(twistd: Mapping[str, Any], stdout: IO[Any], stderr: IO[Any]) -> tuple[Sink, bool]:
     """Where twistd's own options send the log, and whether that is a terminal."""
     if twistd.get("syslog"):
         return SyslogSink(twistd.get("prefix") or "turnstile"), False
@@ -182,7 +191,7 @@ def _log_sink(twistd: Mapping[str, Any]) -> tuple[IO[Any] | Sink, bool]:
         return LogFile(logfile), False
     if not foreground:
         return LogFile("twistd.log"), False
-    stream = sys.stdout if logfile == "-" else sys.stderr
+    stream = stdout if logfile == "-" else stderr
     return StreamSink(stream), stream.isatty()
 
 
@@ -190,20 +199,39 @@ def makeService(options: Options, reactor: Any = None) -> MultiService:
     """The service that twistd runs, made from parsed ``options``."""
     config = options.config
     twistd: MutableMapping[str, Any] = options.parent if options.parent is not None else {}
+    from turnstile import activation
     from turnstile.service import TurnstileService
+    from turnstile.supervise import Supervisor
 
     if reactor is None:
         from twisted.internet import reactor
+    # As they are now: twistd soon puts the log in their places.
+    streams = sys.stdout, sys.stderr
+    # What systemd tells a process is for no child of it.
+    is_real = options.environ is os.environ
+    environ: MutableMapping[str, str] = os.environ if is_real else dict(options.environ)
+    initial = activation.initial_environment() if is_real else {}
     try:
+        manager = notify.take_environment(environ, os.getpid())
+        sockets = activation.take_environment(environ, os.getpid(), initial)
         _check_pid_file(twistd)
-        service = TurnstileService(config, reactor=reactor)
+        service = TurnstileService(config, reactor=reactor, sockets=sockets)
         if config.log_file is not None:
-            sink, isatty = StreamSink(sys.stderr), False
+            sink: Sink = StreamSink(streams[1])
+            isatty = False
         else:
-            sink, isatty = _log_sink(twistd)  # type: ignore[assignment]
+            sink, isatty = _log_sink(twistd, *streams)
         observer = make_observer(config, sink, isatty, options.environ)
     except ConfigError as error:
         _fail(str(error))
     root = Root(observer, reactor, twistd)
     service.setServiceParent(root)  # type: ignore[no-untyped-call]
+
+    def open_log(new: Config) -> Callable[[], None]:
+        return prepare_switch(observer, new, lambda: _log_sink(twistd, *streams), options.environ)
+
+    supervisor = Supervisor(
+        service, reactor, manager, lambda: load(options, options.environ), open_log
+    )
+    supervisor.setServiceParent(root)  # type: ignore[no-untyped-call]
     return root

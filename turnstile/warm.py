@@ -20,7 +20,7 @@ class Warmer:
     """Watches the arbiter for the moment after the last image job.
 
     :param engine: whose model is loaded.
-    :param model: its name.
+    :param model: its name; empty: none is loaded.
     :param timeout: the most seconds that loading may take.
     """
 
@@ -70,14 +70,21 @@ class Warmer:
             if self._lease is not None and event.waiter.tenant != self._engine.tenant:
                 self._give_up(f"{event.waiter.tenant.name} wants the card")
         elif isinstance(event, Transition) and event.after is None and event.before is not None:
-            if self._running and event.before.kind is Kind.EXCLUSIVE and self._soon is None:
+            if (
+                self._running
+                and self.model
+                and event.before.kind is Kind.EXCLUSIVE
+                and self._soon is None
+            ):
                 # Not at once: who waits comes first, and ComfyUI may have something to clear away.
                 self._soon = self._clock.callLater(0, self._begin)
 
     def _begin(self) -> None:
         self._soon = None
         name = self._engine.tenant.name
-        if not self._running or self._lease is not None or self._arbiter.tenant is not None:
+        if not self._running or not self.model:
+            return
+        if self._lease is not None or self._arbiter.tenant is not None:
             return
         others = self._card.resident - {name}
         if others:

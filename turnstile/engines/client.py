@@ -135,6 +135,7 @@ class JsonClient:
     :param pool: the connection pool that :meth:`close` empties.
     :param mark: sent with every call, so that one which comes back to its sender is known there.
     :param headers: sent with every call too (an API key).
+    :param make_http: makes another ``http`` that has so many seconds for connecting.
     """
 
     def __init__(
@@ -147,6 +148,7 @@ class JsonClient:
         limit: int = BODY_LIMIT,
         mark: str = "",
         headers: Mapping[str, str] | None = None,
+        make_http: Callable[[float], Any] | None = None,
     ) -> None:
         self._headers = {**(headers or {}), **({MARK_FIELD: mark} if mark else {})}
         self._http = http
@@ -155,6 +157,12 @@ class JsonClient:
         self._literal = "[" in base_url
         self._pool = pool
         self._limit = limit
+        self._make_http = make_http
+
+    def set_connect_timeout(self, seconds: float) -> None:
+        """Give later calls so many seconds for connecting."""
+        if self._make_http is not None:
+            self._http = self._make_http(seconds)
 
     def get_json(self, path: str, timeout: float) -> Deferred[Any]:
         """The parsed answer to a GET.
@@ -295,19 +303,20 @@ class _Endpoints:
     def __init__(self, reactor: Any, policy: Any, timeout: float) -> None:
         self._reactor = reactor
         self._policy = policy
-        self._timeout = timeout
+        #: Seconds for connecting.
+        self.timeout = timeout
 
     def endpointForURI(self, uri: URI) -> Any:
         """Called by the agent."""
         host = uri.host.decode("ascii").strip("[]")
         endpoint: Any
         if isIPAddress(host):
-            endpoint = TCP4ClientEndpoint(self._reactor, host, uri.port, self._timeout)
+            endpoint = TCP4ClientEndpoint(self._reactor, host, uri.port, self.timeout)
         elif isIPv6Address(host):
-            endpoint = TCP6ClientEndpoint(self._reactor, host, uri.port, self._timeout)
+            endpoint = TCP6ClientEndpoint(self._reactor, host, uri.port, self.timeout)
         else:
             endpoint = HostnameEndpoint(
-                self._reactor, host, uri.port, self._timeout, attemptDelay=ATTEMPT_DELAY
+                self._reactor, host, uri.port, self.timeout, attemptDelay=ATTEMPT_DELAY
             )
         if uri.scheme == b"https":
             return wrapClientTLS(self._policy.creatorForNetloc(uri.host, uri.port), endpoint)
@@ -337,9 +346,20 @@ def make_client(
     pool.cachedConnectionTimeout = IDLE_TIMEOUT  # type: ignore[assignment]
     policy = BrowserLikePolicyForHTTPS() if context_factory is None else context_factory
     endpoints = _Endpoints(reactor, policy, connect_timeout)
-    agent = Agent.usingEndpointFactory(reactor, endpoints, pool)
+
+    def make_http(seconds: float) -> Any:
+        endpoints.timeout = seconds
+        return http
+
+    http = HTTPClient(Agent.usingEndpointFactory(reactor, endpoints, pool))
     return JsonClient(
-        HTTPClient(agent), reactor, upstream.url, pool=pool, mark=mark, headers=headers
+        http,
+        reactor,
+        upstream.url,
+        pool=pool,
+        mark=mark,
+        headers=headers,
+        make_http=make_http,
     )
 
 

@@ -145,25 +145,33 @@ class _Attempt:
 
 
 def make_connect_events(
-    reactor: Any, upstream: Any, *, connect_timeout: float, context_factory: Any = None
+    reactor: Any,
+    upstream: Any,
+    *,
+    connect_timeout: float | Callable[[], float],
+    context_factory: Any = None,
 ) -> ConnectEvents:
     """How to connect to one ComfyUI.
 
     :param upstream: its :class:`turnstile.config.Upstream`.
+    :param connect_timeout: seconds for connecting; a function is asked each time.
     :param context_factory: an ``IPolicyForHTTPS``; by default the platform's certificate authorities.
     """
-    endpoint: Any = HostnameEndpoint(reactor, upstream.host, upstream.port, connect_timeout)
+    creator: Any = None
     if upstream.is_tls:
         policy = BrowserLikePolicyForHTTPS() if context_factory is None else context_factory
         creator = policy.creatorForNetloc(upstream.host.encode("ascii"), upstream.port)
-        endpoint = wrapClientTLS(creator, endpoint)
     base = "ws" + upstream.url.removeprefix("http")
 
     def connect(sink: Sink) -> Callable[[], None]:
         from turnstile.engines.comfy_socket import events_factory
 
+        seconds = connect_timeout() if callable(connect_timeout) else connect_timeout
+        endpoint: Any = HostnameEndpoint(reactor, upstream.host, upstream.port, seconds)
+        if creator is not None:
+            endpoint = wrapClientTLS(creator, endpoint)
         url = f"{base}/ws?clientId=turnstile-{uuid.uuid4()}"
-        factory = events_factory(url, reactor, sink, connect_timeout)
+        factory = events_factory(url, reactor, sink, seconds)
         silent = False
         d: Deferred[Any] = endpoint.connect(factory)
         connected: list[Any] = []

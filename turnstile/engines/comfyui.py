@@ -153,6 +153,30 @@ class ComfyEngine:
         if job is not None:
             job.lease.release()
 
+    def change_limits(
+        self,
+        *,
+        job_timeout: float,
+        job_timeout_action: str,
+        history_poll_interval: float,
+        free_timeout: float,
+        probe_timeout: float,
+        prompt_capture_limit: int,
+        free_between_jobs: bool,
+    ) -> None:
+        """Set what the constructor was given anew; a job that is under way has the new limits too."""
+        self.job_timeout = job_timeout
+        self.job_timeout_action = job_timeout_action
+        self.free_timeout = free_timeout
+        self.prompt_capture_limit = prompt_capture_limit
+        self.free_between_jobs = free_between_jobs
+        self._watch.poll_interval = history_poll_interval
+        self._watch.probe_timeout = probe_timeout
+        expiry, job = self._post_expiry, self._job
+        if expiry is not None and expiry.active() and job is not None:
+            expiry.reset(max(0.0, job.began + job_timeout - self._clock.seconds()))
+        self._watch.ring()
+
     def add_job_listener(self, listener: JobListener) -> None:
         """Call ``listener(outcome, seconds, prompt_id, handed_over)`` at the end of every job."""
         self._listeners.append(listener)

@@ -150,6 +150,20 @@ class LlamaEngine:
         self._starting: Deferred[None] | None = None
         self._stopped = False
 
+    def change_limits(
+        self,
+        *,
+        unload_timeout: float,
+        unload_poll_interval: float,
+        probe_timeout: float,
+        load_timeout: float,
+    ) -> None:
+        """Set what the constructor was given anew."""
+        self.unload_timeout = unload_timeout
+        self.unload_poll_interval = unload_poll_interval
+        self.probe_timeout = probe_timeout
+        self.load_timeout = self.single.load_timeout = load_timeout
+
     # -- life ------------------------------------------------------------------------------------------------------
 
     def start(self) -> Deferred[None]:

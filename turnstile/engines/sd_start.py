@@ -37,13 +37,17 @@ class Backoff:
     """
 
     def __init__(self, initial: float, longest: float) -> None:
-        self._initial = initial
-        self._longest = longest
+        self.change(initial, longest)
         self._until = 0.0
         #: Failures in a row.
         self.failures = 0
         #: What the last one was.
         self.reason = ""
+
+    def change(self, initial: float, longest: float) -> None:
+        """Set what the constructor was given anew."""
+        self._initial = initial
+        self._longest = longest
 
     def failed(self, now: float, reason: str) -> None:
         """It could not be started, or ended by itself."""

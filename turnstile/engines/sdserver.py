@@ -108,11 +108,38 @@ class SdEngine:
         #: The leases under which it generates.
         self._active: set[Lease] = set()
         self._idle_timer: IDelayedCall | None = None
+        self._idle_since = 0.0
         self._evicting = False
         self._stopped = False
         self._hastened = False
         self._listeners: list[JobListener] = []
         self._past: deque[dict[str, Any]] = deque(maxlen=20)
+
+    def change_limits(
+        self,
+        *,
+        idle: float,
+        load_wait: float,
+        stop_grace: float,
+        job_timeout: float,
+        probe_timeout: float,
+        backoff_initial: float,
+        backoff_max: float,
+        capture_limit: int,
+    ) -> None:
+        """Set what the constructor was given anew; what is under way has the new limits too."""
+        self.capture_limit = self._watch.capture_limit = capture_limit
+        self._probe_timeout = probe_timeout
+        self._backoff.change(backoff_initial, backoff_max)
+        self._process.load_wait = load_wait
+        self._process.stop_grace = stop_grace
+        self._watch.job_timeout = job_timeout
+        if idle != self.idle:
+            self.idle = idle
+            if self._idle_timer is not None:
+                self._start_idle(max(0.0, self._idle_since + idle - self._clock.seconds()))
+            else:
+                self._arm_idle()
 
     # -- what anyone may look at -----------------------------------------------------------------------------------
 
@@ -276,9 +303,13 @@ class SdEngine:
         self._arm_idle()
 
     def _arm_idle(self) -> None:
+        self._idle_since = self._clock.seconds()
+        self._start_idle(self.idle)
+
+    def _start_idle(self, seconds: float) -> None:
         self._disarm_idle()
         if self.idle > 0 and self.is_up and not self._active and not self._stopped:
-            self._idle_timer = self._clock.callLater(self.idle, self._idle_expired)
+            self._idle_timer = self._clock.callLater(seconds, self._idle_expired)
 
     def _disarm_idle(self) -> None:
         timer, self._idle_timer = self._idle_timer, None

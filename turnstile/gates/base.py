@@ -14,6 +14,7 @@ from twisted.python.failure import Failure
 
 from turnstile.arbiter import Arbiter, ArbiterClosed, Lease, Tenant, WaitTimeout
 from turnstile.card import Card
+from turnstile.config import Config
 from turnstile.engines.base import Admission
 from turnstile.log import redact_target
 from turnstile.proxy.gate import Busy, Ending, Gate
@@ -144,6 +145,10 @@ class EnginePolicy(ABC):
     #: Whether a GET that is answered 502, 503 or 504 may be sent again: no sense in that where such is the engine's
     #: usual answer while it loads.
     repeats_status = True
+
+    @abstractmethod
+    def configure(self, config: Config) -> None:
+        """Take over the settings, for requests that come from now on."""
 
     @abstractmethod
     def admission(self, method: bytes, target: bytes) -> Admission: ...

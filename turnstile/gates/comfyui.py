@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import attrs
 from twisted.internet.interfaces import IReactorTime
 
 from turnstile.arbiter import Arbiter
@@ -85,9 +86,7 @@ class ComfyPolicy(EnginePolicy):
         clock: IReactorTime,
         guard: Callable[[], None],
     ) -> None:
-        self.retry_after = config.busy_retry_after
         self._engine = engine
-        self._capture = config.prompt_capture_limit
         self._guard = guard
         self._claim = Claim(
             arbiter=arbiter,
@@ -96,6 +95,13 @@ class ComfyPolicy(EnginePolicy):
             clock=clock,
             retry_after=config.busy_retry_after,
         )
+        self.configure(config)
+
+    def configure(self, config: Config) -> None:
+        """See :class:`EnginePolicy`."""
+        self.retry_after = config.busy_retry_after
+        self._capture = config.prompt_capture_limit
+        self._claim = attrs.evolve(self._claim, retry_after=config.busy_retry_after)
 
     def admission(self, method: bytes, target: bytes) -> Admission:
         return comfyui.classify(method, target)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
+import attrs
 from twisted.internet.defer import Deferred
 from twisted.internet.interfaces import IReactorTime
 from twisted.python.failure import Failure
@@ -91,14 +92,22 @@ class LlamaPolicy(EnginePolicy):
         engine: LlamaEngine,
         clock: IReactorTime,
     ) -> None:
-        self.retry_after = config.busy_retry_after
-        self.stall_timeout = config.llm_stall_timeout
         self._engine = engine
         self._claim = Claim(
             arbiter=arbiter,
             card=card,
             tenant=engine.tenant,
             clock=clock,
+            retry_after=config.busy_retry_after,
+        )
+        self.configure(config)
+
+    def configure(self, config: Config) -> None:
+        """See :class:`EnginePolicy`."""
+        self.retry_after = config.busy_retry_after
+        self.stall_timeout = config.llm_stall_timeout
+        self._claim = attrs.evolve(
+            self._claim,
             retry_after=config.busy_retry_after,
             timeout=config.busy_wait,
             reject_status=config.llm_busy_status if config.llm_busy_mode == "reject" else None,

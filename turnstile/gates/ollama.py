@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 
+import attrs
 from twisted.internet.defer import Deferred
 from twisted.internet.interfaces import IReactorTime
 
@@ -85,8 +86,6 @@ class OllamaPolicy(EnginePolicy):
         clock: IReactorTime,
         on_wait: Callable[[str], None] | None = None,
     ) -> None:
-        self.retry_after = config.busy_retry_after
-        self.stall_timeout = config.llm_stall_timeout
         self._engine = engine
         self._claim = Claim(
             arbiter=arbiter,
@@ -94,9 +93,19 @@ class OllamaPolicy(EnginePolicy):
             tenant=engine.tenant,
             clock=clock,
             retry_after=config.busy_retry_after,
+            on_wait=on_wait,
+        )
+        self.configure(config)
+
+    def configure(self, config: Config) -> None:
+        """See :class:`EnginePolicy`."""
+        self.retry_after = config.busy_retry_after
+        self.stall_timeout = config.llm_stall_timeout
+        self._claim = attrs.evolve(
+            self._claim,
+            retry_after=config.busy_retry_after,
             timeout=config.llm_wait_timeout,
             reject_status=config.llm_busy_status if config.llm_busy_mode == "reject" else None,
-            on_wait=on_wait,
         )
 
     def admission(self, method: bytes, target: bytes) -> Admission:

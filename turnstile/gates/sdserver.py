@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import attrs
 from twisted.internet.defer import Deferred, fail
 from twisted.internet.interfaces import IReactorTime
 from twisted.python.failure import Failure
@@ -168,13 +169,9 @@ class SdPolicy(EnginePolicy):
         guard: Callable[[], None],
         report: Report,
     ) -> None:
-        self.retry_after = config.busy_retry_after
-        # A drawing is answered when it is done, and says nothing before.
-        self.stall_timeout = config.job_timeout
         self._engine = engine
         self._guard = guard
         self._report = report
-        self._capture = config.prompt_capture_limit
         self._claim = Claim(
             arbiter=arbiter,
             card=card,
@@ -182,6 +179,15 @@ class SdPolicy(EnginePolicy):
             clock=clock,
             retry_after=config.busy_retry_after,
         )
+        self.configure(config)
+
+    def configure(self, config: Config) -> None:
+        """See :class:`EnginePolicy`."""
+        self.retry_after = config.busy_retry_after
+        # A drawing is answered when it is done, and says nothing before.
+        self.stall_timeout = config.job_timeout
+        self._capture = config.prompt_capture_limit
+        self._claim = attrs.evolve(self._claim, retry_after=config.busy_retry_after)
 
     def admission(self, method: bytes, target: bytes) -> Admission:
         return sdserver.classify(method, target, self._engine.is_up)

@@ -28,7 +28,7 @@ from turnstile.proxy.http1 import (
     skip_empty_lines,
 )
 from turnstile.proxy.pages import render_page
-from turnstile.proxy.vigil import notice_dead_peers, socket_below
+from turnstile.proxy.vigil import has_input, notice_dead_peers, socket_below
 from turnstile.proxy.ws_handshake import is_websocket_upgrade
 
 if TYPE_CHECKING:
@@ -47,6 +47,8 @@ LINGER = 2.0
 #: Seconds that a client may take to read what is left of its answer once the connection is to be closed. Long: a client
 #: that reads slowly would else be shown a cut.
 CLOSE_TIMEOUT = 300.0
+#: Seconds after it was accepted in which a connection is believed to be about to bring its first request, at the stop.
+FIRST_REQUEST_TIME = 1.0
 #: The most bytes of following requests that are read while one is being served.
 MAX_PIPELINED = 64 * 1024
 
@@ -65,6 +67,11 @@ class ProxyChannel(Protocol):
         self.client = ""
         self.exchange: Exchange | None = None
         self.closing = False
+        #: Nothing was asked here yet.
+        self.fresh = True
+        #: Its next request is the last one.
+        self.last = False
+        self._accepted_at = 0.0
         self._framing: Framing | None = None
         self._buffer = b""
         self._searched = 0
@@ -86,13 +93,15 @@ class ProxyChannel(Protocol):
             transport.setTcpNoDelay(True)
             notice_dead_peers(transport)
         transport.registerProducer(self, True)
-        self.client = getattr(transport.getPeer(), "host", "") or ""
+        # An IPv6 socket that takes IPv4 connections too, as systemd opens them, shows its peers as ::ffff:a.b.c.d.
+        client = getattr(transport.getPeer(), "host", "") or ""
+        self.client = client.removeprefix("::ffff:") if "." in client else client
         site = self.site
         site.channels.add(self)
         if site.stopping:
             self.close()
             return
-        self._active_at = site.clock.seconds()
+        self._active_at = self._accepted_at = site.clock.seconds()
         self._timer = site.clock.callLater(IDLE_TIMEOUT, self._check_idle)
 
     def connectionLost(self, reason: Failure = Failure(ConnectionDone())) -> None:  # noqa: B008
@@ -168,6 +177,25 @@ class ProxyChannel(Protocol):
         if self.exchange is None:
             self.close()
 
+    def last_call(self) -> None:
+        """Like :meth:`shut`, but a request that is on its way already is still served."""
+        if self.exchange is not None:
+            self.closing = True
+        elif self.about_to_ask():
+            self.last = True
+        else:
+            self.close()
+
+    def about_to_ask(self) -> bool:
+        """Whether a request can be expected: a part of it is here, or nothing came since the client connected."""
+        if self.exchange is not None or self.closing:
+            return False
+        if self._buffer:
+            return True
+        if self.fresh:
+            return bool(self.site.clock.seconds() - self._accepted_at < FIRST_REQUEST_TIME)
+        return has_input(self.transport)
+
     # -- bytes in ---------------------------------------------------------------------------------------------
 
     def dataReceived(self, data: bytes) -> None:
@@ -225,6 +253,9 @@ class ProxyChannel(Protocol):
     def _start(self, head: RequestHead, rest: bytes) -> bool:
         """Begin to serve one request; true if the connection was given away."""
         site = self.site
+        self.fresh = False
+        if self.last:
+            self.closing = True
         if head.mark:
             for mark in site.marks:
                 if mark in head.mark:

@@ -155,6 +155,13 @@ class Exchange:
         """Seconds for which the engine may be silent while others wait for the card."""
         return self._resource.policy.stall_timeout
 
+    @property
+    def setting_out(self) -> bool:
+        """Whether it waits for nobody and is about to be forwarded: at the stop it is given a moment for that."""
+        if self._forwarded or self._failures or self._ended:
+            return False
+        return self._gate is None or self._held
+
     def silent(self) -> bool:
         """Whether the engine has the request and said nothing since the last time this was asked."""
         heard, self._heard = self._heard, False

@@ -16,9 +16,9 @@ SAFE_METHODS = frozenset((b"GET", b"HEAD", b"OPTIONS", b"TRACE"))
 RETRIED_STATUSES = frozenset((502, 503, 504))
 
 
-@attrs.frozen
+@attrs.define
 class RetryPolicy:
-    """Back-off between attempts to reach an upstream.
+    """Back-off between attempts to reach an upstream. One object for all who retry, so that a change reaches them.
 
     :ivar initial: seconds before the second attempt; doubles from attempt to attempt.
     :ivar maximum: the most seconds between two attempts.

@@ -181,6 +181,23 @@ class ProxySite(Factory):
             return False
         return not any(resource.carried for resource in self.resources)
 
+    def last_call(self) -> None:
+        """The listener is closed: end connections that nothing is to be expected from."""
+        for channel in tuple(self.channels):
+            channel.last_call()
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether a request of a connection that was accepted is on its way in, or about to be forwarded."""
+        for channel in self.channels:
+            exchange = channel.exchange
+            if exchange is None:
+                if channel.about_to_ask():
+                    return True
+            elif exchange.setting_out:
+                return True
+        return False
+
     def drain(self) -> Deferred[None]:
         """Refuse what waits, let answers in progress finish, close the rest; fires when all connections are gone."""
         self.stopping = True

@@ -371,13 +371,18 @@ class UpstreamPool:
         self.upstream = upstream
         self.tls = upstream.scheme == "https"
         self._reactor = reactor
-        self._timeout = timeout
-        self.endpoint = make_endpoint(reactor, upstream, timeout, trust_root)
+        self._trust_root = trust_root
+        self.set_timeout(timeout)
         self._idle: deque[UpstreamConnection] = deque()
         self._all: set[UpstreamConnection] = set()
         self._handshakes: dict[UpstreamConnection, Deferred[UpstreamConnection]] = {}
         self._sweep: Any = None
         self._closed = False
+
+    def set_timeout(self, seconds: float) -> None:
+        """Give later attempts to connect so many seconds."""
+        self._timeout = seconds
+        self.endpoint = make_endpoint(self._reactor, self.upstream, seconds, self._trust_root)
 
     def take(self, safe: bool) -> UpstreamConnection | None:
         """An idle connection that is still alive, the latest used first.

@@ -33,6 +33,17 @@ def socket_below(transport: Any) -> Any:
         return None
 
 
+def has_input(transport: Any) -> bool:
+    """Whether the kernel has bytes of this connection that the reactor did not read yet."""
+    sock = socket_below(transport)
+    if sock is None:
+        return False
+    try:
+        return bool(sock.recv(1, socket.MSG_PEEK))
+    except OSError:
+        return False
+
+
 def notice_dead_peers(transport: Any) -> None:
     """Have the kernel ask a TCP peer that is silent for long whether it is still there.
 

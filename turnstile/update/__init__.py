@@ -1,0 +1,1 @@
+"""Signed updates of an installation that ``turnstile-service`` made: found, checked, put in place, taken back."""
