@@ -282,7 +282,7 @@ def test_two_sockets_go_where_they_belong_and_a_third_is_refused(tmp_path: Path)
             "--loglevel=info",
             # In the order that their index would get wrong.
             sockets=[comfyui, nobody, ollama],
-            names=["comfyui", "broker", "ollama"],
+            names=["comfyui", "other", "ollama"],
         ) as run,
     ):
         run.until_said("ollama listens on")
@@ -297,11 +297,11 @@ def test_two_sockets_go_where_they_belong_and_a_third_is_refused(tmp_path: Path)
         status, body = ask(nobody.getsockname(), "/api/chat", "POST")
         assert status == 503
         assert json.loads(body) == {
-            "error": "this port has no engine: turnstile knows no listener named broker"
+            "error": "this port has no engine: turnstile knows no listener named other"
         }
         assert ask(nobody.getsockname(), "/healthz")[0] == 200
         assert run.stop() == 0
-    assert len(run.said("WARN  systemd passes a socket (broker at 127.0.0.1:")) == 1
+    assert len(run.said("WARN  systemd passes a socket (other at 127.0.0.1:")) == 1
     assert run.said("Traceback") == []
 
 

@@ -463,6 +463,38 @@ def test_every_generation_starts_the_time_anew() -> None:
     assert len(w.host.children) == 1
 
 
+def change(w: World, idle: float) -> None:
+    """What SIGHUP does, with another SD_IDLE."""
+    w.engine.change_limits(
+        idle=idle,
+        load_wait=900.0,
+        stop_grace=10.0,
+        job_timeout=900.0,
+        probe_timeout=5.0,
+        backoff_initial=1.0,
+        backoff_max=60.0,
+        capture_limit=65536,
+    )
+
+
+def test_a_changed_idle_time_counts_from_the_end_of_the_last_generation() -> None:
+    w = World(load=1.0, idle=100.0)
+    w.up()
+    w.pass_time(30.0)
+    change(w, 50.0)
+    w.pass_time(19.0)
+    assert w.engine.is_up
+    w.pass_time(3.0)
+    assert w.engine.state is State.DOWN
+    w.up()
+    change(w, 0.0)
+    w.pass_time(1000.0, step=10.0)
+    assert w.engine.is_up
+    change(w, 5.0)
+    w.pass_time(6.0)
+    assert w.engine.state is State.DOWN
+
+
 def test_no_idle_release_if_none_is_wanted() -> None:
     w = World(load=1.0, idle=0.0)
     w.up()

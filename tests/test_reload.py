@@ -211,7 +211,7 @@ async def test_the_time_for_connecting(monkeypatch: pytest.MonkeyPatch) -> None:
         for pool in s.service._pools:
             assert (pool._timeout, pool.endpoint._timeout) == (4.5, 4.5)
         for client in s.service._clients:
-            assert client._http._agent._endpointFactory._connectTimeout == 4.5
+            assert client._http._agent._endpointFactory.timeout == 4.5
         # ComfyUI's event socket is opened anew.
         await s.host.comfy.restart()
         await until(lambda: given[-1] == 4.5)
@@ -245,6 +245,37 @@ async def test_the_engines_limits() -> None:
         assert warmer.timeout == 4.25
         await s.queue()
         await until(lambda: s.host.ollama.requests_for("POST", "/api/generate"), "the warm-up")
+
+
+@pytest_twisted.ensureDeferred
+async def test_the_limits_of_llama_cpp_and_sd_server() -> None:
+    async with running(llama=True, sd=True) as s:
+        reload(
+            s,
+            unload_timeout=1.25,
+            unload_poll_interval=0.75,
+            probe_timeout=2.25,
+            job_timeout=77.0,
+            load_wait=5.25,
+            busy_wait=6.25,
+            sd_idle=7.25,
+            sd_stop_grace=8.25,
+            vram_wait=9.25,
+            busy_retry_after=3,
+            prompt_capture_limit=99,
+        )
+        service = s.service
+        llama, sd = service.llama, service.sd
+        assert (llama.unload_timeout, llama.unload_poll_interval) == (1.25, 0.75)
+        assert (llama.probe_timeout, llama.load_timeout) == (2.25, 5.25)
+        assert llama.single.load_timeout == 5.25
+        assert (sd.idle, sd._process.load_wait, sd._process.stop_grace) == (7.25, 5.25, 8.25)
+        assert (sd._watch.job_timeout, sd.capture_limit) == (77.0, 99)
+        assert service.vram.wait == 9.25
+        policies = {policy.engine: policy for policy in service._policies}
+        assert policies["llamacpp"]._claim.timeout == 6.25
+        assert policies["llamacpp"]._claim.retry_after == policies["sd"].retry_after == 3
+        assert (policies["sd"].stall_timeout, policies["sd"]._capture) == (77.0, 99)
 
 
 @pytest_twisted.ensureDeferred
