@@ -115,6 +115,8 @@ class System:
         self.diary: deque[tuple[float, str]] = deque(maxlen=20_000)
         self.degraded: list[Degraded] = []
         self.failures: list[str] = []
+        #: When each of them was.
+        self.failed_at: list[float] = []
         self.tally: dict[str, int] = {}
         there = {PARTS[name][1] for name in engines}
         self.host = GpuHost(
@@ -204,11 +206,16 @@ class System:
     def note(self, text: str) -> None:
         self.diary.append((self.world.seconds(), text))
 
+    def fail(self, what: str) -> None:
+        """Something happened that must not."""
+        self.failures.append(what)
+        self.failed_at.append(self.world.seconds())
+        self.note(f"PROBLEM: {what}")
+
     def _logged(self, event: Any) -> None:
         if "log_failure" in event:
             failure = event["log_failure"]
-            self.failures.append(f"{formatEvent(event)}: {failure.getTraceback()}")
-            self.note(f"LOGGED FAILURE {failure.value!r}")
+            self.fail(f"{formatEvent(event)}: {failure.getTraceback()}")
         elif event["log_level"] >= LogLevel.info:
             self.note(f"log: {formatEvent(event)}")
 
@@ -426,7 +433,7 @@ def run_schedule(
                 for d in system.degraded
             ]
         problems = check_overlaps(system, _excuses(schedule)) + problems
-        problems += [(world.seconds(), f"logged: {text}") for text in system.failures]
+        problems += zip(system.failed_at, system.failures, strict=True)
         for part in system.parts.values():
             errors = part.sim.errors
             problems += [(world.seconds(), f"simulator: {f.getTraceback()}") for f in errors]
