@@ -273,6 +273,8 @@ class SdDrawing:
                 seen = step
                 on_progress(step)
             await deferLater(self._stage.reactor, LOOK_EVERY, lambda: None)
+        if not self.accepted.called:
+            self.accepted.callback("it is done")
 
     async def image(self) -> bytes:
         """See :class:`Drawing`."""
