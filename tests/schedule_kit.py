@@ -172,9 +172,10 @@ class System:
     def stop(self) -> list[str]:
         """End everything; returns what is left behind, which should be nothing."""
         self.world.wait(self.service.stopService())
+        orphans = [f"sd-server ({process.state})" for process in self.host.sd.alive]
         self.world.wait(self.host.stop())
         self.world.pass_time(60.0)
-        left = [str(call) for call in self.world.getDelayedCalls()]
+        left = orphans + [str(call) for call in self.world.getDelayedCalls()]
         left += [
             f"connection {t.getHost().port} to {t.getPeer().port}"
             for t in self.world.transports.values()
@@ -233,6 +234,8 @@ class System:
             lease = event.lease
             kind = type(event).__name__.lower()
             self.note(f"arbiter: {kind} {lease.tenant.name} {lease.label} #{id(lease) % 9973}")
+            if lease.tenant.name == "sd" and not lease.label.startswith("POST "):
+                self.fail(f"a look had sd-server started: {lease.label}")
         elif isinstance(event, (Queued, Abandoned)):
             kind = type(event).__name__.lower()
             self.note(f"arbiter: {kind} {event.waiter.tenant.name} {event.waiter.label}")
