@@ -45,9 +45,11 @@ class Part:
     """One engine of a system.
 
     :cvar matches: which requests HTTP faults strike.
+    :cvar codes: what it answers then.
     """
 
     name: str
+    codes: tuple[int, ...] = (500, 503, 404, 502)
     matches: tuple[str, ...]
 
     def __init__(self, system: System, sim: Any) -> None:
@@ -265,6 +267,8 @@ class Sd(Part):
         "GET *",
         "*",
     )
+    #: 404 would be the truth about a job that it does not know any more.
+    codes = (500, 503, 502)
     IDLE = 20.0
 
     def __init__(self, system: System, sim: Any) -> None:
@@ -292,9 +296,9 @@ class Sd(Part):
         tenant = system.service.arbiter.tenant
         if tenant is None or tenant.name != self.name:
             holder = "nobody" if tenant is None else tenant.name
-            system.failures.append(f"sd-server was started while {holder} had the card")
+            system.fail(f"sd-server was started while {holder} had the card")
         if len(self.sim.alive) > 1:
-            system.failures.append("two processes of sd-server at once")
+            system.fail("two processes of sd-server at once")
 
     def _terminated(self, process: SdSim) -> None:
         """Nobody's work is ended by turnstile but where that is told, or all of it ends."""
@@ -305,9 +309,9 @@ class Sd(Part):
             return
         leases = [lease for lease in service.arbiter.leases if lease.tenant.name == self.name]
         if leases and process.state == "up":
-            system.failures.append(f"sd-server was stopped under a lease: {leases[0].label}")
+            system.fail(f"sd-server was stopped under a lease: {leases[0].label}")
         if any(job.status == "generating" for job in process.jobs.values()):
-            system.failures.append("sd-server was stopped in mid-job")
+            system.fail("sd-server was stopped in mid-job")
 
     def well(self) -> None:
         self.sim.faults.clear()

@@ -115,6 +115,8 @@ class System:
         self.diary: deque[tuple[float, str]] = deque(maxlen=20_000)
         self.degraded: list[Degraded] = []
         self.failures: list[str] = []
+        #: When each of them was.
+        self.failed_at: list[float] = []
         self.tally: dict[str, int] = {}
         there = {PARTS[name][1] for name in engines}
         self.host = GpuHost(
@@ -170,9 +172,10 @@ class System:
     def stop(self) -> list[str]:
         """End everything; returns what is left behind, which should be nothing."""
         self.world.wait(self.service.stopService())
+        orphans = [f"sd-server ({process.state})" for process in self.host.sd.alive]
         self.world.wait(self.host.stop())
         self.world.pass_time(60.0)
-        left = [str(call) for call in self.world.getDelayedCalls()]
+        left = orphans + [str(call) for call in self.world.getDelayedCalls()]
         left += [
             f"connection {t.getHost().port} to {t.getPeer().port}"
             for t in self.world.transports.values()
@@ -204,11 +207,16 @@ class System:
     def note(self, text: str) -> None:
         self.diary.append((self.world.seconds(), text))
 
+    def fail(self, what: str) -> None:
+        """Something happened that must not."""
+        self.failures.append(what)
+        self.failed_at.append(self.world.seconds())
+        self.note(f"PROBLEM: {what}")
+
     def _logged(self, event: Any) -> None:
         if "log_failure" in event:
             failure = event["log_failure"]
-            self.failures.append(f"{formatEvent(event)}: {failure.getTraceback()}")
-            self.note(f"LOGGED FAILURE {failure.value!r}")
+            self.fail(f"{formatEvent(event)}: {failure.getTraceback()}")
         elif event["log_level"] >= LogLevel.info:
             self.note(f"log: {formatEvent(event)}")
 
@@ -226,6 +234,8 @@ class System:
             lease = event.lease
             kind = type(event).__name__.lower()
             self.note(f"arbiter: {kind} {lease.tenant.name} {lease.label} #{id(lease) % 9973}")
+            if lease.tenant.name == "sd" and not lease.label.startswith("POST "):
+                self.fail(f"a look had sd-server started: {lease.label}")
         elif isinstance(event, (Queued, Abandoned)):
             kind = type(event).__name__.lower()
             self.note(f"arbiter: {kind} {event.waiter.tenant.name} {event.waiter.label}")
@@ -426,7 +436,7 @@ def run_schedule(
                 for d in system.degraded
             ]
         problems = check_overlaps(system, _excuses(schedule)) + problems
-        problems += [(world.seconds(), f"logged: {text}") for text in system.failures]
+        problems += zip(system.failed_at, system.failures, strict=True)
         for part in system.parts.values():
             errors = part.sim.errors
             problems += [(world.seconds(), f"simulator: {f.getTraceback()}") for f in errors]

@@ -493,9 +493,12 @@ class SdClients(Clients):
                 "/",
             )
         )
+        began = self.world.seconds()
         answer = await self.ask(self.rng.choice(("GET", "GET", "HEAD")), path)
+        if any((p.ended_at or 0.0) >= began for p in self.system.host.sd.processes):
+            return  # It ended while it was asked.
         if not (answer.left or self.faults or answer.status in (200, 404, 503)):
-            self.system.failures.append(f"{path} answered {answer.status}")
+            self.system.fail(f"{path} answered {answer.status}")
 
     async def upscale(self) -> None:
         await self.ask("POST", "/sdcpp/v1/upscale", {"image": "aaaa"})
@@ -569,7 +572,7 @@ class Schedule:
             Deferred.fromCoroutine(self._user(number)).addErrback(self._user_failed)
 
     def _user_failed(self, failure: Failure) -> None:
-        self.system.failures.append("a client of the test failed: " + failure.getTraceback())
+        self.system.fail("a client of the test failed: " + failure.getTraceback())
 
     async def _user(self, number: int) -> None:
         rng = self.rng
@@ -602,7 +605,7 @@ class Schedule:
         leave = Clients(self.system, False).leave()
         answer = await self.system.call(name, "GET", path, None, leave)
         if not answer.left and answer.status != 200:
-            self.system.failures.append(f"{path} answered {answer.status}")
+            self.system.fail(f"{path} answered {answer.status}")
 
     # -- fate
 
@@ -633,7 +636,7 @@ class Schedule:
         if kind == "hang":
             rule = faults.hang(match, times)
         elif kind == "status":
-            rule = faults.status(rng.choice((500, 503, 404, 502)), match, times)
+            rule = faults.status(rng.choice(part.codes), match, times)
         elif kind == "garbage":
             rule = faults.garbage(match, times)
         elif kind == "drop":

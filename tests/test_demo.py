@@ -65,11 +65,40 @@ def told(*options: str) -> str:
         ("Ollama, llama.cpp, ComfyUI", ["Ollama unloaded", "llama.cpp and ComfyUI"]),
         ("ollama,llamacpp", ["Ollama: answered", "llama.cpp: answered"]),
         ("comfyui", ["ComfyUI: an image"]),
+        (
+            "llama,sd",
+            [
+                "looks at sd-server's progress: not loaded, and not started",
+                "llama.cpp unloaded, then sd-server started",
+                "sd-server stopped, since a chat waits",
+                "without work",
+            ],
+        ),
+        ("ollama,llama,comfy,sd", ["ComfyUI freed", "fourth chat: complete", "without work"]),
+        ("sd", ["sd-server: an image", "without work"]),
     ],
 )
 def test_once_with_other_engines(engines: str, steps: list[str]) -> None:
     story = told("--speed=8", f"--engines={engines}")
     assert all(step in story for step in steps), story
+
+
+def test_once_with_sd_server_at_great_speed() -> None:
+    assert "the image is there" in told("--speed=100", "--engines=llama,sd")
+
+
+def test_ctrl_c_leaves_no_sd_server() -> None:
+    with start("--once", "--speed=1", "--engines=llama,sd") as process:
+        assert process.stdout is not None
+        while (
+            found := re.search(r"sd-server started \(pid (\d+)\)", process.stdout.readline())
+        ) is None:
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        rest, _ = process.communicate(timeout=30)
+    assert process.returncode == 130 and "Traceback" not in rest
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(found[1]), 0)
 
 
 def test_an_unknown_engine() -> None:

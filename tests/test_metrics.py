@@ -15,6 +15,7 @@ from twisted.internet.task import Clock
 from turnstile.arbiter import Arbiter, Kind, Lease, Tenant
 from turnstile.card import DID_NOT_LEAVE, Card, Eviction
 from turnstile.metrics import BUCKETS, Metrics
+from turnstile.vram.back import Back
 
 OLLAMA = Tenant("ollama", Kind.SHARED)
 COMFY = Tenant("comfyui", Kind.EXCLUSIVE)
@@ -214,3 +215,46 @@ def test_counters_for_the_state_page(world: World) -> None:
     assert counters["requests"] == {"ollama": 2}
     assert counters["job_outcomes"] == {"success": 1}
     assert counters["handovers"] == counters["image_jobs"] == 1
+
+
+class Shown:
+    """An engine that only shows something."""
+
+    def __init__(self, tenant: Tenant, shows: dict[str, object] | None) -> None:
+        self.tenant = tenant
+        self.shows = shows
+
+    def snapshot(self) -> dict[str, object]:
+        if self.shows is None:
+            raise ValueError("broken")
+        return self.shows
+
+
+def test_what_only_the_engines_know(world: World) -> None:
+    sd = Shown(Tenant("sd", Kind.EXCLUSIVE), {"pid": None, "starts": 3, "crashes": 1})
+    llama = Shown(
+        Tenant("llamacpp", Kind.SHARED),
+        {"models": {"a": "loaded", "b": "unloaded", "c": "unloaded"}},
+    )
+    world.metrics.watch([Shown(OLLAMA, None), sd, llama])  # type: ignore[list-item]
+    assert world.value("sd_child_up") == 0
+    assert (world.value("sd_starts_total"), world.value("sd_crashes_total")) == (3, 1)
+    assert world.value("llama_models", status="unloaded") == 2
+    assert world.value("llama_models", status="loaded") == 1
+    sd.shows = {"pid": 7, "starts": 4, "crashes": 1}
+    llama.shows = {"models": None}
+    assert world.value("sd_child_up") == 1
+    assert world.value("llama_models", status="loaded") is None
+
+
+def test_an_engine_that_cannot_tell_hides_nothing_else(world: World) -> None:
+    world.metrics.watch([Shown(Tenant("sd", Kind.EXCLUSIVE), None)])  # type: ignore[list-item]
+    assert world.value("state", state="idle") == 1
+    assert world.value("sd_child_up") is None
+
+
+def test_waits_for_memory(world: World) -> None:
+    world.metrics.memory_waited(Back.FLOOR, 0.02)
+    world.metrics.memory_waited(Back.TIMED_OUT, 45.0)
+    assert world.value("vram_wait_seconds_count", outcome="floor") == 1
+    assert world.value("vram_wait_seconds_sum", outcome="timed_out") == 45.0

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from turnstile import __version__
 from turnstile.arbiter import Abandoned, Arbiter, Event, Granted, Kind
 from turnstile.card import Card, Degraded, Eviction
-from turnstile.engines.base import Engine
+from turnstile.engines.base import Engine, snapshot_of
 from turnstile.vram.back import Back
 
 if TYPE_CHECKING:
@@ -347,12 +347,17 @@ class Metrics:
         yield _gauge("switching", "Whether an engine is being evicted.", [], {(): int(switching)})
 
     def _collect_engines(self) -> Iterator[Metric]:
-        known = {engine.tenant.name: engine.snapshot() for engine in self._engines}
+        shown = {"sd", "llamacpp"}
+        known = {
+            engine.tenant.name: snapshot_of(engine)
+            for engine in self._engines
+            if engine.tenant.name in shown
+        }
         sd, llama = known.get("sd"), known.get("llamacpp")
-        if sd is not None:
+        if sd is not None and "starts" in sd:
             up = int(sd.get("pid") is not None)
             yield _gauge("sd_child_up", "Whether there is an sd-server process.", [], {(): up})
-            yield _counter("sd_starts", "Starts of sd-server.", [], {(): sd.get("starts", 0)})
+            yield _counter("sd_starts", "Starts of sd-server.", [], {(): sd["starts"]})
             yield _counter(
                 "sd_crashes", "Ends of sd-server by itself.", [], {(): sd.get("crashes", 0)}
             )

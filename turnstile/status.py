@@ -11,12 +11,11 @@ from itertools import islice
 from typing import Any
 
 from twisted.internet.interfaces import IReactorTime
-from twisted.logger import Logger
 from twisted.web.resource import Resource
 
 from turnstile.arbiter import Arbiter, Event, Kind, Tenant, Transition, Waiter
 from turnstile.card import Card
-from turnstile.engines.base import Engine
+from turnstile.engines.base import Engine, snapshot_of
 from turnstile.metrics import Metrics
 
 #: How many transitions, and how many past degraded intervals, the state page shows.
@@ -130,7 +129,7 @@ class StateResource(Page):
         arbiter, card = self._arbiter, self._card
         now = self._clock.seconds()
         moment = _Moment(now, self._wall())
-        engines = {engine.tenant.name: _snapshot(engine) for engine in self._engines}
+        engines = {engine.tenant.name: snapshot_of(engine) for engine in self._engines}
         tenant = arbiter.tenant
         here = engines.get(tenant.name, {}) if tenant is not None else {}
         return {
@@ -211,14 +210,6 @@ def _line(waiters: Iterable[Waiter], now: float) -> list[dict[str, Any]]:
         }
         for position, waiter in enumerate(waiters, 1)
     ]
-
-
-def _snapshot(engine: Engine) -> dict[str, Any]:
-    try:
-        return engine.snapshot()
-    except Exception as e:
-        Logger(namespace=__name__).failure("an engine cannot tell its state")
-        return {"error": type(e).__name__}
 
 
 def _name(tenant: Tenant | None) -> str | None:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import treq
 from autobahn.twisted.websocket import WebSocketClientFactory, WebSocketClientProtocol
-from twisted.internet.defer import CancelledError, Deferred, ensureDeferred
+from twisted.internet.defer import Deferred, ensureDeferred
 from twisted.internet.endpoints import HostnameEndpoint
 from twisted.internet.task import deferLater
+from twisted.python.failure import Failure
 
 from turnstile.sim.graphs import image_graph
 
@@ -249,7 +250,8 @@ class SdDrawing:
         self.accepted: Deferred[str] = Deferred()
         self.drawn = ensureDeferred(self._post(steps))
         self._looking = ensureDeferred(self._look(on_progress))
-        self._looking.addErrback(lambda failure: failure.trap(CancelledError) and None)
+        self._looking.addErrback(self._look_failed)
+        self._cancelled = False
 
     async def _post(self, steps: int) -> None:
         response = await treq.post(
@@ -262,6 +264,11 @@ class SdDrawing:
             raise RuntimeError(f"/sdapi/v1/txt2img answered {response.code}: {answer}")
         self._images = answer["images"]
 
+    def _look_failed(self, failure: Failure) -> None:
+        # Cancelled where it was, it may fail as if it could not connect.
+        if not self._cancelled and not self.accepted.called:
+            self.accepted.errback(failure)
+
     async def _look(self, on_progress: Callable[[int], None]) -> None:
         seen = 0
         while not self.drawn.called:
@@ -273,6 +280,8 @@ class SdDrawing:
                 seen = step
                 on_progress(step)
             await deferLater(self._stage.reactor, LOOK_EVERY, lambda: None)
+        if not self.accepted.called:
+            self.accepted.callback("it is done")
 
     async def image(self) -> bytes:
         """See :class:`Drawing`."""
@@ -280,6 +289,7 @@ class SdDrawing:
 
     def cancel(self) -> None:
         """See :class:`Drawing`."""
+        self._cancelled = True
         self._looking.cancel()
         self.drawn.addErrback(lambda _: None)
         self.drawn.cancel()

@@ -192,10 +192,10 @@ class Show:
     def _job(self, state: dict[str, Any]) -> str:
         job = state.get("job")
         if not job:
-            return "none"
+            return "sd-server draws" if state["tenant"] == "sd" else "none"
         progress = job.get("progress")
         if isinstance(progress, dict) and progress.get("max"):
             done = f"step {progress['value']} of {progress['max']}"
         else:
             done = "progress unknown"
-        return f"{str(job.get('prompt_id'))[:8]}: {done}"
+        return f"{str(job.get('prompt_id') or job.get('id'))[:8]}: {done}"

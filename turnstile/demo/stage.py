@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from math import ceil
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -24,6 +25,9 @@ from turnstile.sim import GpuHost
 
 #: The engines by their names for turnstile, in the order in which they are shown.
 ENGINES = ("ollama", "llamacpp", "comfyui", "sd")
+#: Seconds that a step takes at speed 1, and the least real seconds of steps for who looks at them to see some.
+STEP = 0.25
+STEPS_LEAST = 0.8
 #: Seconds at speed 1 after which sd-server is stopped if nobody wants an image, and the least in real ones.
 SD_IDLE = 4.0
 SD_IDLE_LEAST = 0.5
@@ -54,10 +58,12 @@ class Stage:
             llama="llamacpp" in engines,
             sd="sd" in engines,
             ollama_options={"token_rate": 20.0, "load_time": 1.5},
-            comfy_options={"step_time": 0.25, "load_time": 1.5},
+            comfy_options={"step_time": STEP, "load_time": 1.5},
             llama_options={"token_rate": 20.0, "load_time": 1.5},
-            sd_options={"step_time": 0.25, "load_time": 1.5},
+            sd_options={"step_time": STEP, "load_time": 1.5},
         )
+        #: How many steps an image takes of which something is to be seen.
+        self.visible_steps = ceil(STEPS_LEAST * speed / STEP)
         self.sd_idle = max(SD_IDLE / speed, SD_IDLE_LEAST)
         self._ports = ports or {}
         self.service: TurnstileService

@@ -122,7 +122,8 @@ class Story:
         self._say(f"{one} chat: streaming, {chats.model} is on the card")
 
         progress: list[int] = []
-        drawing = await images.draw(8, lambda step: self._progressed(progress, step))
+        steps = self._steps(images, 8)
+        drawing = await images.draw(steps, lambda step: self._progressed(progress, step))
         self._endings.append(drawing.cancel)
         drawing.accepted.addCallback(self._told, f"image: accepted by {images.title}")
         drawing.drawn.addCallback(self._told, "image: finished")
@@ -147,11 +148,11 @@ class Story:
         else:
             self._say(f"{chats.title} unloaded, then the prompt forwarded: {what}")
         await self._until("progress of the job", lambda: progress)
-        what = "progress" if images.name == "sd" else "progress events"
-        self._say(f"image job: has the card, its {what} come{'s' * (what[-1] != 's')} through")
+        signs = "steps show" if images.name == "sd" else "progress events come through"
+        self._say(f"image job: has the card, its {signs}")
         await self._until("the end of the job", lambda: "image: finished" in self._moments)
         self._check(not second.called, f"the {two} chat was answered during the job")
-        self._say(f"image job: done after {progress[-1]} steps")
+        self._say(f"image job: done after {steps} steps")
         await self._until("the free", lambda: not host.card.used_by(images.name))
         if images.name == "sd":
             self._check(not host.cards.alive, "memory went, the process did not")
@@ -189,8 +190,8 @@ class Story:
 
     async def _only_image(self, images: Images) -> None:
         """An image, and whoever had the card before has left."""
-        progress: list[int] = []
-        drawing = await images.draw(4, progress.append)
+        steps = self._steps(images, 4)
+        drawing = await images.draw(steps, lambda step: None)
         self._endings.append(drawing.cancel)
         self._underway += [drawing.accepted, drawing.drawn]
         await drawing.accepted
@@ -198,7 +199,7 @@ class Story:
         await drawing.drawn
         image = await drawing.image()
         self._check(image.startswith(b"\x89PNG"), "the image could not be fetched")
-        self._say(f"{images.title}: an image, {len(image)} bytes, after {progress[-1]} steps")
+        self._say(f"{images.title}: an image, {len(image)} bytes, after {steps} steps")
 
     # -- what only sd-server has
 
@@ -234,7 +235,7 @@ class Story:
         self._check(idle > 0.5 * stage.sd_idle, f"released after {idle:.2f} s")
         looks = self._looks.count(200)
         self._check(looks > 0, "nobody looked meanwhile")
-        self._say(f"sd-server stopped after {idle:.1f} s without work; {looks} looks kept it not")
+        self._say(f"sd-server stopped after {idle:.1f} s without work, whatever {looks} looks saw")
         self._looks.clear()
         await self._until("more answers to looks", lambda: len(self._looks) >= 5)
         self._check(self._looks[-1] == 503, f"a look was answered {self._looks[-1]}")
@@ -253,6 +254,10 @@ class Story:
         d: Deferred[str] = ensureDeferred(chats.chat(f"the {name} question", tokens, word))
         self._underway.append(d)
         return d.addCallback(self._told, f"{name} chat: complete")
+
+    def _steps(self, images: Images, steps: int) -> int:
+        """At least so many; ComfyUI tells each one, at sd-server one has to look."""
+        return max(steps, self._stage.visible_steps) if images.name == "sd" else steps
 
     def _progressed(self, progress: list[int], step: int) -> None:
         progress.append(step)

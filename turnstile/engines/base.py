@@ -6,6 +6,7 @@ import enum
 from typing import Any, Protocol
 
 from twisted.internet.defer import Deferred
+from twisted.logger import Logger
 
 from turnstile.arbiter import Tenant
 from turnstile.card import Eviction
@@ -45,3 +46,12 @@ class Engine(Protocol):
     def snapshot(self) -> dict[str, Any]:
         """What the state page shows of this engine."""
         ...
+
+
+def snapshot_of(engine: Engine) -> dict[str, Any]:
+    """What an engine shows; trouble with that is logged, and no reason to show nothing at all."""
+    try:
+        return engine.snapshot()
+    except Exception as error:
+        Logger(namespace=__name__).failure("an engine cannot tell its state")
+        return {"error": type(error).__name__}

@@ -391,8 +391,8 @@ class SdEngine:
             self._card.degrade(name, JOB_TIMED_OUT)
         elif outcome is Outcome.UNKNOWN:
             self._card.degrade(name, UNANSWERED)
-        elif outcome is not Outcome.REFUSED:
-            # It does one thing after another: what was before this job is over as well.
+        elif outcome in (Outcome.SUCCESS, Outcome.ERROR):
+            # It does one thing after another, and this one's turn came: what was before is over as well.
             self._card.restore(name, JOB_TIMED_OUT)
             self._card.restore(name, UNANSWERED)
 

@@ -1,0 +1,34 @@
+"""Mistakes that random schedules of llama.cpp and sd-server brought to light, each as one short story."""
+
+from __future__ import annotations
+
+import json
+
+from schedule_clients import unchunk
+from schedule_kit import System
+
+
+def test_a_queued_job_that_is_cancelled_says_nothing_of_the_one_before_it() -> None:
+    # The one before it had been given up after JOB_TIMEOUT and went on; with the second one's end the doubt about it
+    # was over, and a chat stopped sd-server in the middle of its work as if nothing were wrong.
+    system = System(1, {"job_timeout": 5.0}, engines=("llamacpp", "sd"))
+    with system.running():
+        world, card = system.world, system.service.card
+        system.host.sd.faults.hang_render = 1
+        body = {"prompt": "a lock"}
+        posted = world.wait(system.ask("sd", "POST", "/sdcpp/v1/img_gen", body))
+        assert posted.status == 202
+        world.until(lambda: card.degraded, 60.0)
+        (process,) = system.host.sd.alive
+        assert [job.status for job in process.jobs.values()] == ["generating"]
+        posted = world.wait(system.ask("sd", "POST", "/sdcpp/v1/img_gen", body))
+        url = json.loads(unchunk(posted.body))["poll_url"]
+        cancelled = world.wait(system.ask("sd", "POST", url + "/cancel"))
+        assert cancelled.status == 200
+        world.until(lambda: not system.service.arbiter.leases, 5.0)
+        assert card.degraded
+        chat = system.ask("llamacpp", "POST", "/completion", {"model": "qwen3-8b", "prompt": "why"})
+        assert world.wait(chat, 60.0).status == 200
+        # With its process the doubt is gone.
+        assert not card.degraded and not system.host.sd.alive
+        assert system.failures == [] and system.stop() == []
