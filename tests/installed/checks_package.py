@@ -164,9 +164,24 @@ def configure(report: Report, machine: Machine) -> None:
         device = expect(COMFY, "/system_stats").json()["devices"][0]["type"]
         return f"both sockets and the service are enabled and active; ComfyUI has a {device} device"
 
+    def repaired() -> str:
+        set_config(machine, UNLOAD_TIMEOUT="soon")
+        machine.run("systemctl restart turnstile", check=False)
+        # Who connects has it started again, until systemd gives up.
+        until("an end of the attempts", lambda: not is_open(OLLAMA) and not is_open(COMFY), 60.0)
+        told = machine.out("dpkg-reconfigure turnstile 2>&1").splitlines()
+        set_config(machine, UNLOAD_TIMEOUT="")
+        machine.run("dpkg-reconfigure turnstile")
+        states = [machine.state(unit) for unit in ("turnstile.service", *SOCKETS)]
+        if states != ["active"] * 3 or not told or "UNLOAD_TIMEOUT" not in told[0]:
+            raise Failed(f"{states}, {told}")
+        expect(OLLAMA, "/api/version")
+        return f"{told[0]}; corrected, all of it runs again"
+
     report.check("dpkg-reconfigure, with Ollama alone", only_ollama, machine.journal)
     report.check("a socket without an engine answers 503", socket_without_engine, machine.journal)
     report.check("dpkg-reconfigure, with both", both, machine.journal)
+    report.check("dpkg-reconfigure, after a mistake in the file", repaired, machine.journal)
 
 
 def set_config(machine: Machine, **values: str) -> None:
