@@ -20,27 +20,28 @@ _SEQ_CST = 5  # __ATOMIC_SEQ_CST
 
 
 class Words:
-    """The words of a mapping, by byte offset.
+    """The words of a mapping, or of a copy of one, by byte offset.
 
     A load or a store of an aligned word is one instruction: memoryview copies the item with a memcpy of
     its constant size. `close` must come before the mapping's own.
     """
 
-    def __init__(self, mapping: mmap.mmap, swaps: tuple[Swap, Swap] | None) -> None:
-        import ctypes
-
+    def __init__(self, memory: mmap.mmap | bytes, swaps: tuple[Swap, Swap] | None) -> None:
         self.lock_free = swaps is not None
         self._swap32: Swap | None = None
         self._swap64: Swap | None = None
         if swaps is not None:
             self._swap32, self._swap64 = swaps
-        self._bytes = memoryview(mapping)
+        self._bytes = memoryview(memory)
         self._u32 = self._bytes.cast("I")
         self._i64 = self._bytes.cast("q")
         self._f32 = self._bytes.cast("f")
-        anchor = ctypes.c_char.from_buffer(mapping)
-        self._address = ctypes.addressof(anchor)
-        del anchor  # it would keep the mapping from being closed; its pages stay where they are
+        if swaps is not None:
+            import ctypes
+
+            anchor = ctypes.c_char.from_buffer(memory)
+            self._address = ctypes.addressof(anchor)
+            del anchor  # it would keep the mapping from being closed; its pages stay where they are
 
     def load_u32(self, at: int) -> int:
         return self._u32[at >> 2]

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from turnstile.gpushare import layout
 from turnstile.gpushare.clock import SYSTEM_CLOCK
 from turnstile.gpushare.errors import GpuShareError
-from turnstile.gpushare.schedule import LONGEST_PERIOD_US, Claim, make_schedule
+from turnstile.gpushare.schedule import Claim, make_schedule
 from turnstile.gpushare.snapshot import NEVER_US, Snapshot
 
 TYPE_CHECKING = False
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 #: No sleep is longer, so that whoever waits for its window soon notices that others left.
 _SLICE_US = 50_000
+#: Nobody waits longer than this for a turn, however often the schedule changes meanwhile.
+_PATIENCE_US = 1_000_000
 #: A heartbeat this old is renewed by the next step: the thread that should do it does not get to run.
 _LATE_US = 1_000_000
 #: Over how long busy time is averaged.
@@ -270,7 +272,7 @@ class Peer:
             now_ns = self._clock.monotonic_ns()
             if self._plan != plan:
                 plan = self._plan
-                deadline_ns = min(now_ns + wait * 1000, began_ns + LONGEST_PERIOD_US * 1000)
+                deadline_ns = min(now_ns + wait * 1000, began_ns + _PATIENCE_US * 1000)
             if now_ns >= deadline_ns:
                 return
 
@@ -316,7 +318,7 @@ class Peer:
                 return layout.BEAT_US / 1e6
             now_us = self._clock.wall_us()
             slot = self._slot
-            if slot is not None and self._registry.segment.is_orphaned():
+            if self._registry.segment.is_orphaned():
                 self._move()
             elif slot is None or not 0 <= now_us - slot.beaten_us < layout.BEAT_US:
                 self._beat(now_us)

@@ -165,7 +165,7 @@ def read_segment(key: str) -> bytes | None:
         raise SegmentError(f"{name}: {error.strerror}") from error
     finally:
         os.close(fd)
-    if not any(image[: layout.SLOTS_END]):
+    if not any(image):
         return None  # just being created
     _check_header(image, name)
     return image
@@ -337,7 +337,7 @@ def _check_content(fd: int, name: str, group: int | None) -> None:
         size = os.fstat(fd).st_size
         if 0 < size < layout.SEGMENT_SIZE:
             raise SegmentError(f"{name} has {size} bytes instead of {layout.SEGMENT_SIZE}")
-        image = _read(fd) if size else bytes(layout.SLOTS_END)
+        image = _read(fd) if size else bytes(layout.SEGMENT_SIZE)
         begun = _is_blank(image)
         if not begun:
             try:
@@ -368,7 +368,7 @@ def _is_blank(image: bytes) -> bool:
 
 
 def _check_header(image: bytes, name: str) -> None:
-    if len(image) < layout.SLOTS_END:
+    if len(image) < layout.SEGMENT_SIZE:
         raise SegmentError(f"{name} has {len(image)} bytes instead of {layout.SEGMENT_SIZE}")
     magic = image[layout.MAGIC_AT : layout.MAGIC_AT + len(layout.MAGIC)]
     if magic != layout.MAGIC:
@@ -394,5 +394,7 @@ def _read(fd: int) -> bytes:
     truncates ends the process."""
     if _ON_LINUX:
         return os.pread(fd, layout.SEGMENT_SIZE, 0)
+    if not os.fstat(fd).st_size:
+        return b""
     with mmap.mmap(fd, layout.SEGMENT_SIZE, prot=mmap.PROT_READ) as mapping:
         return mapping[: layout.SEGMENT_SIZE]
