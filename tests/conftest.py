@@ -33,3 +33,21 @@ def pytest_runtest_protocol(item, nextitem):
         return (yield)
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Say how many cases ran against real engines, since those that are missing skip silently."""
+    stats = terminalreporter.stats
+
+    def reports(*outcomes):
+        found = [report for outcome in outcomes for report in stats.get(outcome, ())]
+        return [report for report in found if "engines" in getattr(report, "keywords", ())]
+
+    ran = [report for report in reports("passed", "failed") if report.when == "call"]
+    skipped = reports("skipped")
+    if ran or skipped:
+        reasons = sorted({str(report.longrepr[2]) for report in skipped})
+        why = f" ({'; '.join(reasons)})" if reasons else ""
+        terminalreporter.write_line(
+            f"against real engines: {len(ran)} cases ran, {len(skipped)} were skipped{why}"
+        )

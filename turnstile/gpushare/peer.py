@@ -367,6 +367,8 @@ class Peer:
         assert self._registry is not None
         self._slot = slot
         self._trouble = ""
+        if not self._samples:
+            self._samples.append((self._clock.monotonic_ns(), self._busy_ns))
         if self._active:
             slot.set_active(True)
         self._copy = self._registry.segment.copy
