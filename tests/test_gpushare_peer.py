@@ -82,6 +82,22 @@ def test_the_line_for_the_log(key, clock):
     assert seen(key, clock) == {}
 
 
+def test_the_name_is_the_programs_by_default(key, clock, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/serve", "--port=1"])
+    with join(key, clock, name=""):
+        assert list(seen(key, clock)) == ["serve"]
+    monkeypatch.setattr(sys, "argv", [""])
+    with join(key, clock, name=""):
+        assert list(seen(key, clock)) == ["python"]
+
+
+def test_where_there_is_no_shared_memory(key, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "name", "nt")
+        with pytest.raises(GpuShareError, match="POSIX shared memory"):
+            Peer.join(key)
+
+
 @pytest.mark.parametrize("gpu", ["none", "cpu", ""])
 def test_without_a_card_nothing_is_paced(gpu, clock):
     before = shm.list_keys()
@@ -136,6 +152,16 @@ def test_alone_it_never_waits(key, clock):
                 pass
             assert alone.look() == Look(True, None)
         assert clock.passed_us == began
+
+
+def test_a_look_at_the_very_end_of_a_window(pair, clock, monkeypatch):
+    """Time passes between two looks at the clock; it is not the whole next window that is left."""
+    two, _ = pair
+    clock.advance(0.079999)
+    assert two.look() == Look(True, 1)
+    times = iter([clock.wall_us(), clock.wall_us() + 1])
+    monkeypatch.setattr(two, "_wall_us", lambda: next(times))
+    assert two.look() == Look(False, 40_000)
 
 
 def test_an_idle_peer_costs_nothing(key, clock):
@@ -345,6 +371,11 @@ def test_busy_that_others_measured(key, clock):
         clock.advance(0.5)
         alone.tick()
         assert seen(key, clock)["peer"].busy == pytest.approx(0.2)
+
+
+def test_a_step_that_did_not_begin(key, clock):
+    with join(key, clock) as alone, pytest.raises(RuntimeError, match="did not begin"):
+        alone.end()
 
 
 def test_an_error_in_a_step_is_the_callers(key, clock):

@@ -425,7 +425,12 @@ def test_a_look_from_outside(key):
     os.unlink(path_of(key))
     shm.open_segment(key).close()
     assert shm.read_segment(key) == HEADER.ljust(4096, b"\0")
-    assert key in shm.list_keys()
+    with new_key() as odd:
+        odd += " \x1b"
+        put(odd, b"")
+        assert key in shm.list_keys()
+        assert odd not in shm.list_keys()
+        os.unlink(path_of(odd))
 
 
 # -- the file lock

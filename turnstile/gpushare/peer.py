@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 import weakref
 from collections import deque
@@ -98,19 +99,22 @@ class Peer:
         """Take part in sharing a card.
 
         ``gpu``: "auto" for the first card that this process may use, its number as the driver counts, a UUID,
-        any other key that peers agree on, or "none". ``name`` is shown to people (47 bytes of UTF-8). A peer
-        with twice the ``weight`` gets twice the time. ``group``: the system group whose members share the card;
-        without it only processes of one user do. Without a ``thread`` that keeps it alive the caller must
-        call `tick`.
+        any other key that peers agree on, or "none". ``name`` is shown to people (47 bytes of UTF-8), by
+        default the program's. A peer with twice the ``weight`` gets twice the time. ``group``: the system
+        group whose members share the card; without it only processes of one user do. Without a ``thread``
+        that keeps it alive the caller must call `tick`.
 
         Raises `ValueError` for a weight that is none, `GpuKeyError` if it is not clear which card is meant,
         `SegmentError` or `RegistryFullError` if there is no slot to be had. Where "auto" finds no card, the
         peer is not registered and runs unpaced.
         """
+        if os.name != "posix":
+            raise GpuShareError("GPU-share needs POSIX shared memory, which this system has not")
         from turnstile.gpushare.gpu_key import find_key
         from turnstile.gpushare.registry import Registry, check_weight
 
         weight = check_weight(weight)
+        name = name or os.path.basename(sys.argv[0]) or "python"
         key = find_key(gpu)
         if key is None:
             return cls(None, name, weight, clock)
@@ -215,9 +219,11 @@ class Peer:
             self._depth += 1
 
     def end(self) -> None:
-        """End a step: what was submitted in it is done."""
+        """End a step: what was submitted in it is done. `RuntimeError` if none was begun."""
         now_ns = self._monotonic_ns()
         with self._lock:
+            if not self._depth:
+                raise RuntimeError("a step ends that did not begin")
             self._touched_ns = now_ns
             self._depth -= 1
             if not self._depth:
@@ -258,14 +264,15 @@ class Peer:
 
     def look(self) -> Look:
         """Whether it is this peer's turn, were it active, and for how long that stays so."""
-        wait = self.wait_us()
+        self.wait_us()  # brings the plan up to date
         plan = self._plan
-        if wait:
-            return Look(False, wait)
         if plan is None:
             return Look(True, None)
-        period, _start, end = plan
-        return Look(True, (end - self._wall_us()) % period)
+        period, start, end = plan
+        position = self._wall_us() % period
+        if start <= position < end:
+            return Look(True, end - position)
+        return Look(False, (start - position) % period)
 
     def pauses(self) -> Iterator[float]:
         """Seconds to sleep, again and again, until it is this peer's turn.

@@ -177,15 +177,20 @@ def list_keys() -> list[str]:
         names = os.listdir(_DIRECTORY)
     except OSError:
         return []
-    return sorted(name.removeprefix(PREFIX) for name in names if name.startswith(PREFIX))
+    keys = [name.removeprefix(PREFIX) for name in names if name.startswith(PREFIX)]
+    return sorted(key for key in keys if _is_key(key))
 
 
 def check_key(key: str) -> None:
     """Raise `SegmentError` unless ``key`` can be part of a shared memory object's name."""
-    if not 0 < len(key) <= _LONGEST_KEY or not _KEY_CHARACTERS.issuperset(key):
+    if not _is_key(key):
         raise SegmentError(
             f"{key!r} is not a card's key: 1 to {_LONGEST_KEY} letters, digits, or any of -_.:"
         )
+
+
+def _is_key(key: str) -> bool:
+    return 0 < len(key) <= _LONGEST_KEY and _KEY_CHARACTERS.issuperset(key)
 
 
 def _explain(key: str, error: OSError) -> str:
