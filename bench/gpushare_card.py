@@ -54,6 +54,66 @@ class Card:
         return entered, done
 
 
+class TorchCard(Card):
+    """A real card, or a CPU: steps are products of a matrix and a vector, as decoding one token is.
+
+    torch is imported by the processes that compute only, so they can be forked.
+    """
+
+    def __init__(self, path: Path, device: str, products: int) -> None:
+        self.path = path
+        self.device = device
+        self.products = products
+
+    def open(self) -> None:
+        """Use it from this process."""
+        import torch
+
+        torch.set_num_threads(1)
+        with torch.inference_mode():
+            size = 8192 if self.device == "cuda" else 512
+            kind = torch.float16 if self.device == "cuda" else torch.float32
+            # More than the card's cache holds, so each product reads the memory.
+            self._matrices = [
+                torch.randn(size, size, device=self.device, dtype=kind) / size**0.5
+                for _ in range(4)
+            ]
+            self._vector = torch.randn(size, 1, device=self.device, dtype=kind)
+        self.sync = torch.cuda.synchronize if self.device == "cuda" else lambda: None
+        self.compute()
+
+    def compute(self) -> tuple[int, int]:
+        """One step."""
+        import torch
+
+        entered = time.monotonic_ns()
+        with torch.inference_mode():
+            vector = self._vector
+            for number in range(self.products):
+                vector = self._matrices[number % len(self._matrices)] @ vector
+        self.sync()
+        return entered, time.monotonic_ns()
+
+
+def calibrate(device: str, directory: Path) -> int:
+    """How many products take as long as a step of the simulated card, on a card that is idle."""
+    found = directory / "products"
+
+    def measure() -> None:
+        card = TorchCard(directory / "unused", device, 100)
+        card.open()
+        times = []
+        for _ in range(20):
+            entered, done = card.compute()
+            times.append(done - entered)
+        found.write_text(str(max(round(100 * STEP_NS / sorted(times)[10]), 1)))
+
+    process = _FORK.Process(target=measure)
+    process.start()
+    process.join()
+    return int(found.read_text())
+
+
 @dataclass
 class Steps:
     """What one process did on the card, in monotonic nanoseconds."""
@@ -111,6 +171,31 @@ def decode(
     os.close(fd)
 
 
+class Start:
+    """When all begin: once each of them has its card open, which takes torch some time."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._ready = _FORK.Semaphore(0)
+        self._go = _FORK.Event()
+        self._epoch = _FORK.Value("q", 0)
+
+    def wait(self) -> int:
+        """In a worker: be ready, and return when all begin, in monotonic nanoseconds."""
+        self._ready.release()
+        self._go.wait()
+        return self._epoch.value
+
+    def go(self) -> int:
+        """In the parent: let them begin; when."""
+        for _ in range(self._number):
+            if not self._ready.acquire(timeout=300):
+                raise RuntimeError("a worker does not get ready")
+        self._epoch.value = time.monotonic_ns() + 300_000_000
+        self._go.set()
+        return self._epoch.value
+
+
 @dataclass
 class Worker:
     """A process that decodes from ``start`` until ``stop``, seconds from when all began."""
@@ -123,14 +208,15 @@ class Worker:
     process: multiprocessing.process.BaseProcess | None = None
     log: Path = Path()
 
-    def run(self, card: Card, key: str, epoch: int, directory: Path) -> None:
-        """Start it."""
+    def run(self, card: Card, key: str, directory: Path, start: Start) -> None:
+        """Start its process, which waits for ``start``."""
         self.log = directory / f"{self.name}.steps"
-        self.process = _FORK.Process(target=self._work, args=(card, key, epoch))
+        self.process = _FORK.Process(target=self._work, args=(card, key, start))
         self.process.start()
 
-    def _work(self, card: Card, key: str, epoch: int) -> None:
+    def _work(self, card: Card, key: str, start: Start) -> None:
         card.open()
+        epoch = start.wait()
         begins = epoch + int(self.start * 1e9)
         time.sleep(max((begins - time.monotonic_ns()) / 1e9, 0))
         peer = Peer.join(key, self.name, self.weight) if self.paced else None
@@ -151,9 +237,10 @@ def run_workers(
     workers: list[Worker], card: Card, key: str, directory: Path
 ) -> tuple[dict[str, Steps], int]:
     """Run them to the end; what they did, and when they began."""
-    epoch = time.monotonic_ns() + 300_000_000
+    start = Start(len(workers))
     for worker in workers:
-        worker.run(card, key, epoch, directory)
+        worker.run(card, key, directory, start)
+    epoch = start.go()
     last = max(worker.stop for worker in workers)
     time.sleep(max((epoch + int(last * 1e9) - time.monotonic_ns()) / 1e9, 0) + 0.1)
     return {worker.name: worker.end() for worker in workers}, epoch

@@ -1,16 +1,18 @@
 """GPU-share in real time: what it promises, measured, beside what happens without it.
 
-    bench/gpushare [--check] [--quick] [--realtime] [--gates cost,1,2,4]
+    bench/gpushare [--check] [--quick] [--realtime] [--gates cost,1,2,4] [--torch cuda]
 
 The card is simulated (gpushare_card.py), the processes and the time are real. Prints one table a gate with the
 original's published figures for orientation; with ``--check`` it exits 1 if a demand is missed. A busy machine wakes
 processes late, which costs ratio and throughput: measure on a quiet one, or let root ask for ``--realtime``
-scheduling (the processes sleep nearly all of the time and keep nobody from working).
+scheduling (the processes sleep nearly all of the time and keep nobody from working). ``--torch cuda`` takes a real card
+for gate 2; bench/gpushare uses .venv's Python or python3, which must have torch then.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import re
 import shutil
@@ -19,13 +21,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from gpushare_card import (
     STEP_NS,
     Card,
+    Start,
     Steps,
+    TorchCard,
     Worker,
+    calibrate,
     churn,
     measure_overlap,
     new_key,
@@ -37,6 +43,8 @@ from turnstile.gpushare.look import look_at
 from turnstile.gpushare.schedule import Claim, make_schedule
 
 STEP_MS = STEP_NS / 1e6
+#: Makes the card of gate 2, given a file of its own.
+make_card: Callable[[Path], Card] = Card
 #: What a scheduler may add to a gap between two tokens.
 NOISE_MS = 15.0
 
@@ -151,9 +159,10 @@ def gate_1(report: Report, quick: bool) -> None:
         directory = Path(name)
         card = Card(directory / "card")
         workers = [Worker("a", 2.0), Worker("b"), Worker("c")]
-        epoch = time.monotonic_ns()
+        start = Start(len(workers))
         for worker in workers:
-            worker.run(card, key, epoch, directory)
+            worker.run(card, key, directory, start)
+        start.go()
         deadline = time.monotonic() + 30
         shares: dict[str, float] = {}
         while time.monotonic() < deadline:
@@ -205,7 +214,7 @@ def share_out(
 ) -> tuple[list[float], list[Steps], tuple[int, int]]:
     """Steps a second of each, once all are there."""
     with new_key("gate2") as key, tempfile.TemporaryDirectory() as name:
-        card = Card(Path(name) / "card")
+        card = make_card(Path(name) / "card")
         workers = [
             Worker(f"w{i}", weight, skew if i else 0.0, skew + seconds + 1.5, paced)
             for i, weight in enumerate(weights)
@@ -243,7 +252,8 @@ def gate_2(report: Report, quick: bool) -> None:
         report.line("  the original on an RTX 3090", original)
         total = sum(rates)
         ratios = [
-            rate / rates[-1] / (weights[i] / weights[-1]) for i, rate in enumerate(rates[:-1])
+            rate / max(rates[-1], 0.01) / (weights[i] / weights[-1])
+            for i, rate in enumerate(rates[:-1])
         ]
         worst = max((abs(ratio - 1) for ratio in ratios), default=0)
         report.demand(f"  {label}: ratio", worst <= 0.05, f"off by {worst:.1%}", "<= 5 %")
@@ -279,14 +289,14 @@ def gate_2(report: Report, quick: bool) -> None:
 def describe_rates(rates: list[float], solo: float) -> str:
     """Each one's steps a second, the ratio to the last, and the sum."""
     each = "/".join(f"{rate:.1f}" for rate in rates)
-    ratio = ":".join(f"{rate / rates[-1]:.2f}" for rate in rates)
+    ratio = ":".join(f"{rate / max(rates[-1], 0.01):.2f}" for rate in rates)
     return f"{each} steps/s = {ratio}, {sum(rates) / solo:.1%} of solo"
 
 
 def gate_2_release(report: Report, plain: float) -> None:
     """How soon a peer is as fast as alone, once the other one idles."""
     with new_key("release") as key, tempfile.TemporaryDirectory() as name:
-        card = Card(Path(name) / "card")
+        card = make_card(Path(name) / "card")
         workers = [Worker("stays", 1.0, stop=12.0), Worker("idles", 2.0, stop=5.0)]
         done, _ = run_workers(workers, card, key, Path(name))
     idle = done["idles"].done[-1]
@@ -355,6 +365,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="shorter, for a first look")
     parser.add_argument("--realtime", action="store_true", help="SCHED_FIFO; needs root")
     parser.add_argument("--gates", default=",".join(GATES), help="which ones, with commas")
+    parser.add_argument("--torch", metavar="DEVICE", help="gate 2 on cuda, or cpu for a try")
     options = parser.parse_args()
     chosen = options.gates.split(",")
     if unknown := set(chosen) - set(GATES):
@@ -365,6 +376,12 @@ def main() -> int:
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     how = ", SCHED_FIFO" if options.realtime else ""
     print(f"{cores} cores, load {os.getloadavg()[0]:.1f}, Python {sys.version.split()[0]}{how}")
+    if options.torch:
+        global make_card
+        with tempfile.TemporaryDirectory() as directory:
+            products = calibrate(options.torch, Path(directory))
+        print(f"gate 2: {products} products a step on {options.torch}")
+        make_card = functools.partial(TorchCard, device=options.torch, products=products)
     for name in chosen:
         GATES[name](report, options.quick)
     print(f"\n{len(report.missed)} demands missed")

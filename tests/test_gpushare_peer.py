@@ -756,6 +756,8 @@ def test_alone_a_step_makes_no_system_call(key, tmp_path):
     begin = next(i for i, line in enumerate(calls) if 'write(1, "BEGIN"' in line)
     end = next(i for i, line in enumerate(calls) if 'write(1, "END"' in line)
     between = [line for line in calls[begin + 1 : end] if "--- SIG" not in line]
+    if between and all("clock_gettime" in line for line in between):
+        pytest.skip("this machine's clock cannot be read without a system call")
     assert between == []
 
 
