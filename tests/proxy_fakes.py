@@ -54,11 +54,14 @@ class FakeGate:
 
     capture = 0
     detached = False
+    prepares = False
 
     def __init__(self, policy: FakePolicy) -> None:
         self._policy = policy
         self.calls: list[Any] = []
         self.entering: Deferred[None] | None = None
+        self.preparing: Deferred[None] | None = None
+        self.prepares = policy.prepare is not None
         self.clearing: Deferred[None] | None = None
         self.cancelled = 0
         self.capture = policy.capture
@@ -84,6 +87,14 @@ class FakeGate:
         self.entering = Deferred(self._cancelled)
         self._policy.look()
         return self.entering
+
+    def prepare(self) -> Deferred[None] | None:
+        self._call("prepare")
+        if self._policy.prepare == "now":
+            return None
+        self.preparing = Deferred(self._cancelled)
+        self._policy.look()
+        return self.preparing
 
     def leave(self) -> None:
         self._call("leave")
@@ -126,6 +137,10 @@ class FakePolicy(Watched):
     def __init__(self) -> None:
         super().__init__()
         self.enter: Any = "now"
+        #: What gates do to prepare the upstream: nothing (None), at once ("now"), or wait for the test ("later").
+        self.prepare: str | None = None
+        #: Whether the engine of ``/observe`` does not run.
+        self.is_absent = False
         self.room = "now"
         self.capture = 0
         self.detached = False
@@ -139,11 +154,16 @@ class FakePolicy(Watched):
     def admission(self, method: bytes, target: bytes) -> Admission:
         if target.startswith((b"/gated", b"/v1/gated", b"/api/gated")):
             return Admission.LEASE
+        if self.is_absent and target.startswith((b"/observe", b"/v1/observe")):
+            return Admission.ABSENT
         return Admission.PEEK if target.startswith(b"/peek") else Admission.PASS
 
     def is_unload_only(self, target: bytes, body: bytes) -> bool:
         self.asked.append(body)
         return body == b"unload"
+
+    def absent(self) -> tuple[str, dict[str, Any]]:
+        return "fake is not loaded", {"state": "down"}
 
     def open_gate(self, head: RequestHead, client: str) -> FakeGate:
         self.gates.append(FakeGate(self))
@@ -168,6 +188,10 @@ class FakePolicy(Watched):
         return self.when(
             lambda: sum(1 for gate in self.gates if gate.entering) >= count, "a waiter"
         )
+
+    def preparing(self) -> Deferred[Any]:
+        """Wait for the only gate to prepare the upstream."""
+        return self.when(lambda: self.gates and self.gate.preparing, "the upstream prepared")
 
     def clearing(self) -> Deferred[Any]:
         """Wait for room to be made at the only gate."""

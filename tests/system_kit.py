@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import socket
 import struct
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -28,13 +30,18 @@ from turnstile import log as tlog
 from turnstile.config import Config, Upstream
 from turnstile.service import TurnstileService
 from turnstile.sim import GpuHost
+from turnstile.sim.card_server import RemoteProcess
 from turnstile.sim.graphs import image_graph
 
 reactor: Any = _reactor
 SPEED = 25.0
 LOOPBACK = "tcp:0:interface=127.0.0.1"
+#: A model that the simulated llama-server has.
+LLAMA_MODEL = "llama-3.2-3b"
 #: Seconds after which something counts as never coming.
 PATIENCE = 10.0
+#: The same for a program that has to start, on a machine that has other things to do.
+START = 30.0
 #: What two clocks read apart; intervals are compared with it.
 EPSILON = 0.002
 
@@ -217,6 +224,20 @@ class System:
         """A streamed chat that is under way."""
         return self.later("POST", "/api/chat", chat_body(tokens, model, **more), to)
 
+    def complete(
+        self, tokens: int = 5, model: str = LLAMA_MODEL, to: str = "llamacpp", **more: Any
+    ) -> Deferred[Answer]:
+        """A streamed chat with llama.cpp that is under way."""
+        return self.later("POST", "/v1/chat/completions", completion(tokens, model, **more), to)
+
+    def draw(self, steps: int = 4, to: str = "sd", **more: Any) -> Deferred[Answer]:
+        """An image of sd-server's that is under way."""
+        return self.later("POST", "/sdapi/v1/txt2img", drawing(steps, **more), to)
+
+    def observe(self, path: str = "/sdapi/v1/progress", to: str = "sd") -> Deferred[Answer]:
+        """A look at sd-server, which must not start it."""
+        return self.later("GET", path, to=to)
+
     def prompt(self, graph: Any = None, path: str = "/prompt", **more: Any) -> Deferred[Answer]:
         """A prompt that is under way."""
         body = {"prompt": image_graph() if graph is None else graph, **more}
@@ -252,6 +273,32 @@ class System:
             if line.rpartition(" ")[0] == wanted:
                 return float(line.rpartition(" ")[2])
         return 0.0
+
+    # -- the processes of sd-server
+
+    def sd_child(self) -> RemoteProcess:
+        """The only one that is there."""
+        (process,) = [one for one in self.host.cards.alive if one.role == "main"]
+        return process
+
+    def sd_starts(self) -> int:
+        """How many there have been."""
+        return sum(one.role == "main" for one in self.host.cards.processes)
+
+    async def until_sd_loads(self) -> RemoteProcess:
+        """Wait for the first one."""
+        await until(lambda: self.sd_starts() == 1, "an sd-server", START)
+        return self.sd_child()
+
+    async def until_sd_draws(self) -> RemoteProcess:
+        """Wait for it to draw."""
+        await until(lambda: any(p.rendering for p in self.host.cards.alive), "a drawing", START)
+        return self.sd_child()
+
+    async def until_sd_gone(self) -> None:
+        """Wait for the last one to be gone, and its memory."""
+        await until(lambda: not self.host.cards.alive, "no sd-server", START)
+        await until(lambda: "sd" not in self.host.card.residents, "its memory")
 
     # -- what can be waited for
 
@@ -328,14 +375,27 @@ def chat_body(tokens: int = 5, model: str = "llama3.2", **more: Any) -> dict[str
     return {"model": model, "messages": messages, "options": options, **more}
 
 
-def make_config(host: GpuHost, **settings: Any) -> Config:
+def completion(tokens: int = 5, model: str = LLAMA_MODEL, **more: Any) -> dict[str, Any]:
+    """A chat with llama.cpp that answers with so many tokens."""
+    messages = [{"role": "user", "content": "why?"}]
+    return {"model": model, "messages": messages, "max_tokens": tokens, "stream": True, **more}
+
+
+def drawing(steps: int = 4, **more: Any) -> dict[str, Any]:
+    """What sd-server is to draw."""
+    return {"prompt": "a lighthouse", "steps": steps, **more}
+
+
+def make_config(host: GpuHost, *, sd: bool = False, **settings: Any) -> Config:
     """A configuration for the engines of ``host``, with short times.
 
+    :param sd: with an sd-server, which is a real process on the simulated card.
     :param settings: values, or functions that make them from the host once it runs.
     """
     defaults: dict[str, Any] = {
         "listen_ollama": LOOPBACK,
         "listen_comfy": LOOPBACK,
+        "vram_probe": "none",
         "unload_timeout": 3.0,
         "unload_poll_interval": 0.05,
         "history_poll_interval": 0.2,
@@ -346,9 +406,25 @@ def make_config(host: GpuHost, **settings: Any) -> Config:
         "backoff_initial": 0.05,
         "backoff_max": 0.2,
     }
-    for name, engine in (("ollama_url", host.ollama), ("comfy_url", host.comfy)):
+    engines = (
+        ("ollama_url", host.ollama),
+        ("comfy_url", host.comfy),
+        ("llama_url", host.llama),
+    )
+    for name, engine in engines:
         if engine.port and name not in settings:
             defaults[name] = Upstream.parse(engine.url)
+    if sd:
+        program, *arguments = host.sd_command
+        defaults |= {
+            "sd_url": Upstream.parse(host.sd_url),
+            "sd_bin": program,
+            "sd_args": tuple(arguments),
+            "load_wait": 20.0,
+            "sd_stop_grace": 3.0,
+        }
+    if "listen_broker" not in settings:
+        defaults |= {"listen_llama": LOOPBACK, "listen_sd": LOOPBACK}
     made = {key: value(host) if callable(value) else value for key, value in settings.items()}
     return Config(**{**defaults, **made})
 
@@ -359,12 +435,16 @@ async def running(
     *,
     ollama: bool = True,
     comfy: bool = True,
+    llama: bool = False,
+    sd: bool = False,
     overlaps: str = "never",
     ready: bool = True,
     before: Callable[[GpuHost], Any] | None = None,
     host_options: dict[str, Any] | None = None,
     ollama_options: dict[str, Any] | None = None,
     comfy_options: dict[str, Any] | None = None,
+    llama_options: dict[str, Any] | None = None,
+    sd_options: dict[str, Any] | None = None,
     ports: Iterable[Any] = (),
     **settings: Any,
 ) -> AsyncIterator[System]:
@@ -381,21 +461,27 @@ async def running(
         speed,
         ollama=ollama,
         comfy=comfy,
+        llama=llama,
+        sd=sd,
         ollama_options=ollama_options,
         comfy_options=comfy_options,
+        llama_options=llama_options,
+        sd_options=sd_options,
         **(host_options or {}),
     )
     events: list[Any] = []
     tlog.set_level("debug")
     globalLogPublisher.addObserver(events.append)
     service: TurnstileService | None = None
+    logs = tempfile.mkdtemp(prefix="turnstile-test-")
+    settings.setdefault("sd_log_dir", logs)
     try:
         await host.start()
         if before is not None:
             waiting = before(host)
             if waiting is not None:
                 await waiting
-        service = TurnstileService(make_config(host, **settings), reactor=reactor)
+        service = TurnstileService(make_config(host, sd=sd, **settings), reactor=reactor)
         service.privilegedStartService()
         service.startService()
         await until(lambda: all(service.ports.values()), "listeners")
@@ -410,7 +496,8 @@ async def running(
                 assert host.card.overlaps == [], "two engines on the card at once"
             elif overlaps == "degraded":
                 assert system.uncovered_overlaps() == [], "an overlap that is not on record"
-            assert host.comfy.errors == [] and host.ollama.errors == []
+            for engine in (host.ollama, host.comfy, host.llama, host.sd):
+                assert engine.errors == []
         finally:
             system._stop_clients()
     finally:
@@ -420,6 +507,7 @@ async def running(
         for port in ports:
             await maybeDeferred(port.stopListening)
         globalLogPublisher.removeObserver(events.append)
+        shutil.rmtree(logs, ignore_errors=True)
     await until(clean, f"a clean reactor {reactor.getReaders()} {reactor.getDelayedCalls()}")
     failures = [event for event in events if event.get("log_failure") is not None]
     assert failures == [], "failures were logged"

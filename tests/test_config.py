@@ -469,7 +469,7 @@ def test_the_alias_of_the_level():
 
 @pytest.mark.parametrize("environ", [{}, {"OLLAMA_URL": "", "COMFY_URL": " "}])
 def test_no_engine(environ):
-    assert refused(environ=environ).startswith("no engine: set OLLAMA_URL (--ollama) or COMFY_URL")
+    assert refused(environ=environ).startswith("no engine: set OLLAMA_URL (--ollama), COMFY_URL")
 
 
 @pytest.mark.parametrize(
@@ -519,8 +519,11 @@ def test_keys_of_later_features_start_with_a_notice(tmp_path):
     config = configure(text=text, tmp_path=tmp_path)
     assert len(config.notices) == len(c.RESERVED) + 1
     assert f"{config.file}:1: AUTO_UPDATE has no effect yet" in config.notices
-    config = configure(environ={**OLLAMA, "STADI_SD_ARGS": "x", "GPU": "0", "UPDATE_REPO": ""})
-    assert config.notices == ("environment variable STADI_SD_ARGS has no effect yet",)
+    environ = {**OLLAMA, "GPU_KEY": "x", "WEIGHT": "2", "UPDATE_REPO": "", "STADI_LLM_WEIGHT": "3"}
+    assert configure(environ=environ).notices == (
+        "environment variable GPU_KEY has no effect yet",
+        "environment variable STADI_LLM_WEIGHT has no effect",
+    )
 
 
 def test_reserved_keys_are_not_settings():

@@ -48,6 +48,36 @@ def test_once(speed: str) -> None:
     assert all(re.match(r" +\d+\.\d\d s +\d+\.\d GiB  \w", line) for line in story.splitlines())
 
 
+def told(*options: str) -> str:
+    """A story that came out right."""
+    done = subprocess.run(
+        [*COMMAND, "--once", *options], capture_output=True, text=True, env=ENVIRON, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == "" and done.stdout.endswith("\nevery step came out right\n")
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("engines", "steps"),
+    [
+        ("llama,comfy", ["llama.cpp unloaded", "second chat: complete"]),
+        ("Ollama, llama.cpp, ComfyUI", ["Ollama unloaded", "llama.cpp and ComfyUI"]),
+        ("ollama,llamacpp", ["Ollama: answered", "llama.cpp: answered"]),
+        ("comfyui", ["ComfyUI: an image"]),
+    ],
+)
+def test_once_with_other_engines(engines: str, steps: list[str]) -> None:
+    story = told("--speed=8", f"--engines={engines}")
+    assert all(step in story for step in steps), story
+
+
+def test_an_unknown_engine() -> None:
+    with start("--engines=ollama,vllm") as process:
+        out, _ = process.communicate(timeout=20)
+    assert process.returncode == 2 and "no such engine: vllm" in out
+
+
 @pytest.mark.parametrize(
     "step",
     [

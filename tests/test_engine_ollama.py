@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 import pytest_twisted
+from engine_kit import Http, Response, clean, reactor, result_of, run, until
 from twisted.internet import error
-from twisted.internet import reactor as _reactor
-from twisted.internet.defer import CancelledError, Deferred, fail, succeed
+from twisted.internet.defer import CancelledError, Deferred
 from twisted.internet.task import Clock, deferLater
-from twisted.internet.tcp import Connection, Port
 from twisted.python.failure import Failure
-from twisted.web.client import ResponseDone, ResponseNeverReceived
+from twisted.web.client import ResponseNeverReceived
 
 from turnstile.arbiter import Arbiter, Kind, Lease, Tenant
 from turnstile.card import Card, Eviction
@@ -34,57 +31,6 @@ from turnstile.engines.ollama import SETTLE_TIME, OllamaEngine
 from turnstile.sim import Card as SimCard
 from turnstile.sim import GpuHost, OllamaSim
 from turnstile.warm import Warmer
-
-reactor: Any = _reactor
-
-
-# -- a treq-shaped stub --------------------------------------------------------------------------------------------
-
-
-class Response:
-    """An answer whose body is delivered when asked for."""
-
-    def __init__(self, code: int, body: bytes, ending: Exception | None = None) -> None:
-        self.code = code
-        self.body = body
-        self.ending = ending or ResponseDone()
-        self.dropped = False
-
-    def loseConnection(self) -> None:
-        self.dropped = True
-
-    def deliverBody(self, protocol: Any) -> None:
-        protocol.transport = self
-        protocol.dataReceived(self.body)
-        if not isinstance(self.ending, TimeoutError):
-            protocol.connectionLost(Failure(self.ending))
-
-
-class Http:
-    """Answers by a function of method, path and payload: a JSON value, a Response, an exception or a Deferred."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, str, Any]] = []
-        self.answer: Callable[[str, str, Any], Any] = lambda method, path, payload: {}
-
-    def request(
-        self, method: str, url: str, *, data: bytes | None = None, **_: Any
-    ) -> Deferred[Any]:
-        parts = urlsplit(url)
-        path = parts.path + ("?" + parts.query if parts.query else "")
-        payload = None if data is None else json.loads(data)
-        self.calls.append((method, path, payload))
-        result = self.answer(method, path, payload)
-        if isinstance(result, Deferred):
-            return result
-        if isinstance(result, Exception):
-            return fail(result)
-        if not isinstance(result, Response):
-            result = Response(200, json.dumps(result).encode())
-        return succeed(result)
-
-    def sent(self, path: str) -> list[Any]:
-        return [payload for _, called, payload in self.calls if called == path]
 
 
 @pytest.fixture
@@ -116,17 +62,6 @@ def engine(client: JsonClient, clock: Clock, card: Card) -> Iterator[OllamaEngin
     yield engine
     engine.stop()
     assert clock.getDelayedCalls() == []
-
-
-def result_of(d: Deferred[Any]) -> list[Any]:
-    results: list[Any] = []
-    d.addBoth(results.append)
-    return results
-
-
-def run(clock: Clock, seconds: float, step: float = 0.01) -> None:
-    for _ in range(round(seconds / step)):
-        clock.advance(step)
 
 
 # -- the client ----------------------------------------------------------------------------------------------------
@@ -554,18 +489,6 @@ def test_a_failing_warm_up_gives_the_card_back(warmth: Warmth, http: Http, clock
 
 
 # -- against the simulated engine ----------------------------------------------------------------------------------
-
-
-def clean() -> bool:
-    sockets = [reader for reader in reactor.getReaders() if isinstance(reader, (Connection, Port))]
-    return not sockets and not reactor.getDelayedCalls()
-
-
-async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    deadline = reactor.seconds() + seconds
-    while not condition():
-        assert reactor.seconds() < deadline, condition
-        await deferLater(reactor, 0.005)
 
 
 @asynccontextmanager

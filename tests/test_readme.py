@@ -5,7 +5,7 @@ from pathlib import Path
 
 from twisted.internet.task import Clock
 
-from turnstile.arbiter import Arbiter
+from turnstile.arbiter import Arbiter, Kind, Tenant
 from turnstile.card import Card
 from turnstile.config import SETTINGS
 from turnstile.metrics import Metrics
@@ -33,11 +33,20 @@ def test_the_settings_are_those_of_the_program() -> None:
     assert table == settings_table(), "run script/readme-settings"
 
 
+class Shown:
+    """An engine that only shows something."""
+
+    def __init__(self, name: str, shows: dict[str, object]) -> None:
+        self.tenant = Tenant(name, Kind.SHARED)
+        self.snapshot = lambda: shows
+
+
 def test_the_metrics_exist() -> None:
     metrics = Metrics()
     clock = Clock()
     metrics.connect(Arbiter(clock), Card(clock))
     metrics.set_vram(used=1.0, total=2.0)
+    metrics.watch([Shown("sd", {"pid": 1}), Shown("llamacpp", {"models": {"a": "loaded"}})])
     known = set()
     for family in metrics.registry.collect():
         known.add(family.name)

@@ -74,11 +74,12 @@ def parse(*arguments, environ=None):
 
 
 def test_every_setting_is_an_option():
+    texts = {"ollama": "http://a", "comfy": "http://b", "llama": "http://d"}
+    commands = {"llama-stop-command": "x", "llama-start-command": "x", "sd-args": "x"}
+    given = [f"--{name}={text}" for name, text in {"ollama": "http://c", **commands}.items()]
     for setting in config.SETTINGS:
-        text = setting.default or {"ollama": "http://a", "comfy": "http://b"}.get(
-            setting.option, "1"
-        )
-        options = parse("--config=/dev/null", "--ollama=http://c", f"--{setting.option}={text}")
+        text = setting.default or texts.get(setting.option, "1")
+        options = parse("--config=/dev/null", *given, f"--{setting.option}={text}")
         assert options.config.source_of(setting.field) == f"--{setting.option}"
 
 
@@ -90,7 +91,7 @@ def test_the_environment_is_asked():
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ([], "no engine: set OLLAMA_URL (--ollama) or COMFY_URL (--comfy)"),
+        ([], "no engine: set OLLAMA_URL (--ollama), COMFY_URL (--comfy), LLAMA_URL (--llama) or"),
         (["--ollama=x"], "--ollama: 'x' is not a URL (is it http://x ?)"),
         ([*OLLAMA, "--llm-wait-timeout=soon"], "--llm-wait-timeout: 'soon' is not a duration"),
         ([*OLLAMA, "--nonsense"], "option --nonsense not recognized"),
@@ -247,7 +248,8 @@ def test_a_configuration_error(tmp_path):
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr == (
-        "turnstile: no engine: set OLLAMA_URL (--ollama) or COMFY_URL (--comfy)\n"
+        "turnstile: no engine: set OLLAMA_URL (--ollama), COMFY_URL (--comfy), LLAMA_URL (--llama) or"
+        " SD_ARGS (--sd-args)\n"
     )
     done = twistd(tmp_path, "turnstile", *OLLAMA, "--log-file=/nonexistent/x")  # a daemon
     assert done.returncode == 2

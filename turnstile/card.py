@@ -1,14 +1,16 @@
 """Whose models are on the card, and how one tenant makes room for the next.
 
 A lease (:mod:`turnstile.arbiter`) says who may start work; *residency* says whose models may still be in memory. A
-grant is followed by :meth:`Card.make_room`, which evicts every other resident engine. Where that cannot be confirmed
-the work goes on all the same, inside a *degraded* interval that log, metrics and the state page show: the card has two
-tenants only in such intervals.
+grant is followed by :meth:`Card.make_room`, which evicts every other resident engine. The engine's own evidence comes
+first; where the host can tell how much of the card is used, an engine is resident until that shows what it left as free
+again. Where all this cannot be confirmed the work goes on all the same, inside a *degraded* interval that log, metrics
+and the state page show: the card has two tenants only in such intervals.
 """
 
 from __future__ import annotations
 
 import enum
+import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TypeVar
@@ -20,6 +22,7 @@ from twisted.logger import Logger
 from twisted.python.failure import Failure
 
 from turnstile.arbiter import Tenant
+from turnstile.vram.back import Back
 
 #: Seconds for which a failed eviction is not tried again (circuit breaker); then one request probes.
 EVICT_RETRY_AFTER = 30.0
@@ -31,6 +34,15 @@ UNREACHABLE = "unreachable while making room"
 DID_NOT_LEAVE = "did not leave the card in time"
 NOT_TRIED = "eviction failed before, not tried again yet"
 CAME_BACK = "came back while room was made"
+LOADED_ELSEWHERE = "a model was loaded past turnstile while another engine had the card"
+
+MEMORY_NOT_BACK = "the engine left, but the memory did not come back in time"
+
+#: Why an interval began that ends when the engine has the card to itself.
+_HARMLESS_ALONE = (DID_NOT_LEAVE, NOT_TRIED, CAME_BACK, LOADED_ELSEWHERE, MEMORY_NOT_BACK)
+
+#: The most seconds in which the memory of an engine that nobody answers for is waited for.
+GONE_WAIT = 5.0
 
 _T = TypeVar("_T")
 
@@ -54,6 +66,24 @@ class Evictable(Protocol):
 
     def evict(self) -> Deferred[Eviction]:
         """Make the engine give back the card, bounded by its own time-out. Must not fail."""
+        ...
+
+
+class MemoryWatch(Protocol):
+    """What the card asks of a probe; see :class:`turnstile.vram.Vram`."""
+
+    def leaving(self) -> None:
+        """An engine is about to be evicted."""
+        ...
+
+    def note_empty(self, still: Callable[[], bool]) -> None:
+        """Every engine has left, which ``still`` tells later."""
+        ...
+
+    def returned(
+        self, certain: bool, patience: float, overtaken: Callable[[], bool]
+    ) -> Deferred[Back] | None:
+        """Wait until what an engine left is back; ``None``: there is no probe."""
         ...
 
 
@@ -85,10 +115,20 @@ class Card:
 
     :param clock: source of time.
     :param retry_after: seconds after a failed eviction during which it is not tried again.
+    :param memory: tells how much of the card is used.
     """
 
-    def __init__(self, clock: IReactorTime, *, retry_after: float = EVICT_RETRY_AFTER) -> None:
+    def __init__(
+        self,
+        clock: IReactorTime,
+        *,
+        retry_after: float = EVICT_RETRY_AFTER,
+        memory: MemoryWatch | None = None,
+    ) -> None:
         self._clock = clock
+        self.memory = memory
+        #: How often residency began, by which "nobody since" is told from "nobody now".
+        self._arrivals = 0
         self._retry_after = retry_after
         self._records: dict[str, _Record] = {}
         #: Names of the resident engines; kept beside the records since every request asks.
@@ -132,6 +172,10 @@ class Card:
         """Whether an eviction is under way."""
         return bool(self._switch.locked)
 
+    def leaves(self, name: str) -> bool:
+        """Whether this engine is being evicted, or the memory that it left is waited for."""
+        return self._evicting == name
+
     # -- what engines and the data path tell ------------------------------------------------------------------
 
     def register(self, engine: Evictable, *, resident: bool = True) -> None:
@@ -148,6 +192,7 @@ class Card:
         if name not in self._resident:
             self._records[name].resident = True
             self._resident.add(name)
+            self._arrivals += 1
             # Work that reaches the engine shows that it is there again.
             self.restore(name, UNREACHABLE)
 
@@ -159,6 +204,9 @@ class Card:
         self._resident.discard(name)
         for key in [key for key in self._open if key[0] == name and key not in self._lasting]:
             self.restore(*key)
+        if self.memory is not None and not self._resident:
+            arrivals = self._arrivals
+            self.memory.note_empty(lambda: self._arrivals == arrivals)
 
     def degrade(self, culprit: str, reason: str, *, lasting: bool = False) -> None:
         """Open a degraded interval, unless the same one is open.
@@ -265,7 +313,7 @@ class Card:
 
     def _alone(self, name: str) -> None:
         """The only resident engine got the card: that it did not leave before does no harm any more."""
-        for reason in (DID_NOT_LEAVE, NOT_TRIED, CAME_BACK):
+        for reason in _HARMLESS_ALONE:
             self.restore(name, reason)
 
     def _evict_others(self, tenant: Tenant, waiters: list[Deferred[None]]) -> Deferred[Any]:
@@ -303,12 +351,31 @@ class Card:
         record = self._records[name]
         record.again = False
         self._evicting = name
+        if self.memory is not None:
+            self.memory.leaving()
         began = self._clock.seconds()
-        d: Deferred[Eviction] = maybeDeferred(record.engine.evict)
+        took = 0.0
+        back: Back | None = None
+        d: Deferred[Any] = maybeDeferred(record.engine.evict)
 
         def failed(failure: Failure) -> Eviction:
             self._log_failure(failure)
             return Eviction.TIMED_OUT
+
+        def left(outcome: Eviction) -> Eviction | Deferred[Eviction]:
+            nonlocal took
+            took = self._clock.seconds() - began
+            waiting = self._await_memory(name, outcome, record)
+            return outcome if waiting is None else waiting.addCallback(seen, outcome)
+
+        def seen(how: Back, outcome: Eviction) -> Eviction:
+            nonlocal back
+            back = how
+            if how.ok:
+                for culprit, reason in [key for key in self._open if key[1] == MEMORY_NOT_BACK]:
+                    self.restore(culprit, reason)
+            # No process and no memory: gone, though nobody was there to say so.
+            return Eviction.CONFIRMED if how is Back.FLOOR else outcome
 
         def done(outcome: Eviction) -> Eviction:
             self._evicting = None
@@ -322,6 +389,9 @@ class Card:
                 record.failed_at = None
             elif outcome is Eviction.CONFIRMED:
                 self.mark_evicted(name)
+                if back is Back.TIMED_OUT:
+                    # Whoever has it, the next one loads beside it.
+                    self.degrade(name, MEMORY_NOT_BACK)
             else:
                 # No process, no memory; but nobody confirmed it, so the doubt is on record.
                 self.degrade(name, UNREACHABLE)
@@ -329,10 +399,28 @@ class Card:
                 record.failed_at = None
                 self._resident.discard(name)
                 self._alone(name)
-            self._tell(self._eviction_listeners, name, outcome, self._clock.seconds() - began)
+            self._tell(self._eviction_listeners, name, outcome, took)
             return outcome
 
-        return d.addErrback(failed).addCallback(done)
+        d.addErrback(failed)
+        d.addCallback(left)
+        d.addCallback(done)
+        return d
+
+    def _await_memory(self, name: str, outcome: Eviction, record: _Record) -> Deferred[Back] | None:
+        """Wait until what the engine left is back, if that can be seen.
+
+        Not after a time-out, since it may still have it all; nor while another engine is resident, whose own memory
+        would hide it.
+        """
+        if self.memory is None or outcome is Eviction.TIMED_OUT or self._stopped or record.again:
+            return None
+        if not self._resident <= {name}:
+            return None
+        certain = outcome is Eviction.CONFIRMED
+        return self.memory.returned(
+            certain, math.inf if certain else GONE_WAIT, lambda: record.again or self._stopped
+        )
 
     def _switched(self, _: object, waiters: list[Deferred[None]]) -> None:
         for waiter in tuple(waiters):

@@ -3,22 +3,47 @@
 `Config` is the one table of settings: each field says its names, its default, what it accepts and
 what it means; options, help, the file and the start-up listing all come from it. Nothing here does
 I/O but reading the configuration file (and, for ``ssl:`` listeners, the certificate they name).
+URLs and listeners are in `turnstile.addresses`, the file's form in `turnstile.envfile`.
 
 An empty value is a value: it sets a setting back to its default, which for an engine's URL means
 that the engine is disabled.
 """
 
 import difflib
-import ipaddress
-import os
 import re
+import shlex
 from collections.abc import Callable, Mapping
 from typing import Any
-from urllib.parse import urlsplit
 
 import attrs
 
+from turnstile import sdargs
+from turnstile.addresses import (
+    ConfigError,
+    Upstream,
+    leads_back,
+    parse_listen,
+    same_place,
+    split_endpoint,
+)
 from turnstile.durations import format_duration, parse_duration
+from turnstile.envfile import format_env_file, parse_env_file
+
+__all__ = [
+    "DEFAULT_FILE",
+    "FILE_VARIABLE",
+    "RESERVED",
+    "SETTINGS",
+    "Config",
+    "ConfigError",
+    "Setting",
+    "Upstream",
+    "format_env_file",
+    "load",
+    "parse_env_file",
+    "parse_listen",
+    "split_endpoint",
+]
 
 DEFAULT_FILE = "/etc/turnstile/turnstile.env"
 FILE_VARIABLE = "GPU_TURNSTILE_CONFIG"
@@ -27,17 +52,14 @@ FILE_VARIABLE = "GPU_TURNSTILE_CONFIG"
 RESERVED = frozenset(
     # the updater
     "AUTO_UPDATE UPDATE_INTERVAL UPDATE_REPO UPDATE_ASSET "
-    # llama.cpp, stable-diffusion.cpp and the port that fronts both
-    "LLAMA_URL LISTEN_LLAMA LLAMA_EVICT_COMMAND LLAMA_STOP_COMMAND LLAMA_START_COMMAND "
-    "SD_URL SD_BIN SD_ARGS SD_LOG_DIR SD_IDLE SD_WEIGHT LISTEN_SD LISTEN_BROKER "
-    "IDLE BUSY_WAIT LOAD_WAIT VRAM_WAIT VRAM_PROBE VRAM_PROBE_COMMAND FREE_GIB GPU "
-    "STADI_LISTEN STADI_LLM STADI_SD STADI_IDLE STADI_BUSY_WAIT STADI_VRAM_WAIT STADI_LOAD_WAIT "
-    "STADI_FREE_GIB STADI_SD_BIN STADI_SD_ARGS STADI_SD_LOG_DIR STADI_LLM_WEIGHT STADI_SD_WEIGHT "
     # GPU-share
-    "GPU_KEY GPU_SHARE GPU_SHARE_WEIGHT GPU_SHARE_NAME GPU_SHARE_GROUP WEIGHT".split()
+    "SD_WEIGHT STADI_SD_WEIGHT STADI_LLM_WEIGHT GPU_KEY "
+    "GPU_SHARE GPU_SHARE_WEIGHT GPU_SHARE_NAME GPU_SHARE_GROUP WEIGHT".split()
 )
+#: Of those, what will have no effect later either: turnstile starts no chat engine that could be given a share.
+_DROPPED = frozenset({"STADI_LLM_WEIGHT"})
 #: Of those, names so common that their presence in the environment means nothing.
-_COMMON_NAMES = frozenset({"GPU", "IDLE", "WEIGHT"})
+_COMMON_NAMES = frozenset({"WEIGHT"})
 #: Read from the environment, wherever that is sensible at all.
 _ENVIRONMENT_ONLY = frozenset({FILE_VARIABLE, "NO_COLOR", "FORCE_COLOR"})
 
@@ -45,274 +67,12 @@ _ENVIRONMENT_ONLY = frozenset({FILE_VARIABLE, "NO_COLOR", "FORCE_COLOR"})
 LONGEST = 24 * 24 * 3600.0
 _LARGEST_FILE = 1 << 20
 
-
-class ConfigError(ValueError):
-    """The configuration can't be used; its text is one line that says why and where."""
-
-
-# -- engine URLs -----------------------------------------------------------------------------------
-
-_HOST_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
-_DEFAULT_PORTS = {"http": 80, "https": 443}
-
-
-@attrs.frozen
-class Upstream:
-    """Where an engine is: the parts of its URL.
-
-    ``host`` is an address (IPv6 without brackets) or an ASCII host name; ``base_path`` is empty
-    or starts with a slash, never ends with one, and is kept as it was written.
-    """
-
-    scheme: str
-    host: str
-    port: int
-    base_path: str = ""
-
-    @classmethod
-    def parse(cls, text: str) -> "Upstream":
-        """Take an ``http`` or ``https`` URL apart; raises `ConfigError` with the reason."""
-        if any(ord(char) <= 0x20 or ord(char) == 0x7F for char in text):
-            raise ConfigError("a URL can't contain blanks or control characters")
-        if "://" not in text:
-            shown = _mask(text)
-            raise ConfigError(f"{shown!r} is not a URL (is it http://{shown.lstrip('/')} ?)")
-        shown = _mask(text)
-        try:
-            parts = urlsplit(text)
-        except ValueError:
-            raise ConfigError(f"{shown!r} is not a URL: its host can't be understood") from None
-        scheme = parts.scheme.lower()
-        if scheme not in _DEFAULT_PORTS:
-            raise ConfigError(f"{shown!r}: only http:// and https:// URLs are understood")
-        if "@" in parts.netloc:
-            raise ConfigError(
-                f"{shown!r}: a user name or password in the URL isn't supported"
-                " (engines take none, and URLs end up in logs)"
-            )
-        try:
-            port = parts.port
-        except ValueError:
-            raise ConfigError(
-                f"{shown!r} is not a URL: its port is not a number up to 65535"
-            ) from None
-        if parts.query or parts.fragment or text.endswith(("?", "#")):
-            raise ConfigError(f"{shown!r}: an engine's URL has no query and no fragment")
-        if port == 0:
-            raise ConfigError(f"{shown!r}: port 0 can't be connected to")
-        path = parts.path.rstrip("/")
-        if not path.isascii() or "\\" in path:
-            raise ConfigError(f"{shown!r}: percent-encode the path")
-        host = _check_host(parts.netloc, parts.hostname or "", shown)
-        return cls(scheme, host, port or _DEFAULT_PORTS[scheme], path)
-
-    @property
-    def is_tls(self) -> bool:
-        """Whether connections to it are encrypted."""
-        return self.scheme == "https"
-
-    @property
-    def netloc(self) -> str:
-        """What clients put into the Host header: the default port is left out."""
-        host = f"[{self.host.partition('%')[0]}]" if ":" in self.host else self.host
-        return host if self.port == _DEFAULT_PORTS[self.scheme] else f"{host}:{self.port}"
-
-    @property
-    def url(self) -> str:
-        """The URL again, in its canonical form."""
-        host = f"[{self.host.replace('%', '%25')}]" if ":" in self.host else self.host
-        port = "" if self.port == _DEFAULT_PORTS[self.scheme] else f":{self.port}"
-        return f"{self.scheme}://{host}{port}{self.base_path}"
-
-    def __str__(self) -> str:
-        return self.url
-
-
-def _check_host(netloc: str, host: str, text: str) -> str:
-    if netloc.startswith("["):
-        address, _, zone = host.partition("%")
-        try:
-            parsed = ipaddress.IPv6Address(address)
-        except ValueError:
-            raise ConfigError(f"{text!r}: {address!r} is not an IPv6 address") from None
-        zone = zone.removeprefix("25")
-        return f"{parsed}%{zone}" if zone else str(parsed)
-    if not host.isascii():
-        try:
-            host = host.encode("idna").decode("ascii")
-        except UnicodeError as error:
-            raise ConfigError(f"{text!r}: not a host name: {error}") from None
-    if not host:
-        raise ConfigError(f"{text!r}: the host is missing")
-    if not _HOST_NAME.fullmatch(host) or ".." in host or len(host) > 253:
-        raise ConfigError(f"{text!r}: {host!r} is not a host name")
-    return host
-
-
-def _mask(url: str) -> str:
-    """``url`` without what may be a password or a token; made for what is no proper URL, too."""
-    # A password may contain what ends a host: everything up to the last @ goes.
-    scheme, slashes, rest = url.rpartition("://") if url.count("://") == 1 else ("", "", url)
-    _, at, after = rest.rpartition("@")
-    url = f"{scheme}{slashes}{'***' if at else ''}{at}{after}"
-    return re.sub(r"(?s)(?<=[?#]).+", "***", url)
-
-
-# -- listeners -------------------------------------------------------------------------------------
-
-_ENDPOINT_TYPES = frozenset({"tcp", "tcp6", "ssl", "unix", "systemd", "haproxy", "tls", "stdio"})
-_HOST_PORT = re.compile(r"(?P<host>[^\s:\[\]=\\]*|\[[^\[\]\s]+\]):(?P<port>[0-9]+)")
-
-
-def parse_listen(text: str, bare_host: str = "") -> str:
-    """Return the Twisted endpoint string that ``text`` stands for, checked but not opened.
-
-    Besides endpoint strings these are understood: ``11434`` and ``:11434`` (all IPv4 interfaces,
-    or ``bare_host`` if that is given), ``host:11434``, ``[::1]:11434``.
-    """
-    if not text.isprintable() or text[-1:] == "\\":
-        raise ConfigError(f"{text!r} is not a listening address")
-    kind = text.partition(":")[0]
-    if kind not in _ENDPOINT_TYPES or kind == text:
-        match = _HOST_PORT.fullmatch(f":{text}" if text.isdecimal() and text.isascii() else text)
-        if match:
-            host = match["host"] or bare_host
-            port = _check_port(match["port"], text)
-            if host.startswith("["):
-                host = host[1:-1]
-                try:
-                    ipaddress.IPv6Address(host.partition("%")[0])
-                except ValueError:
-                    raise ConfigError(f"{text!r}: {host!r} is not an IPv6 address") from None
-            elif host == "*":
-                host = ""
-            elif host and not _HOST_NAME.fullmatch(host):
-                raise ConfigError(f"{text!r}: {host!r} is not a host name")
-            interface = host.replace(":", "\\:")
-            return f"tcp:{port}:interface={interface}" if host else f"tcp:{port}"
-        if kind == text or (text.count(":") > 1 and "=" not in text):
-            raise ConfigError(
-                f"{text!r} is not a listening address (like :11434, 127.0.0.1:11434,"
-                " [::1]:11434, or a Twisted endpoint such as unix:/run/turnstile.sock)"
-            )
-    _check_endpoint(text)
-    return text
-
-
-def _check_port(text: str, whole: str) -> int:
-    if len(text) > 5 or int(text) > 65535:
-        raise ConfigError(f"{whole!r}: a port is a number up to 65535")
-    return int(text)
-
-
-def _check_endpoint(text: str) -> None:
-    """Let Twisted take ``text`` apart, with no reactor at hand and nothing opened."""
-    from twisted.internet import endpoints
-
-    try:
-        kind, positional, named = split_endpoint(text)
-        if kind == "systemd":
-            # Twisted would look for the descriptor at once, and 22.4 knows no names.
-            names = set(named) - {"domain"}
-            if positional or names not in ({"index"}, {"name"}):
-                raise ValueError("it takes domain= and one of index= and name=")
-            if named.get("domain") not in ("INET", "INET6", "UNIX"):
-                raise ValueError("domain= is INET, INET6 or UNIX")
-            if not named.get("index", "0").isdecimal():
-                raise ValueError("index= is a number")
-            return
-        if kind == "stdio":
-            raise ValueError("standard input can't be listened on")
-        if kind in ("tcp", "tcp6", "ssl"):
-            port = positional[0] if positional else named.get("port", "")
-            if not port.isdecimal() or not port.isascii():
-                raise ValueError("the port is missing or not a number")
-            _check_port(port, text)
-        if kind == "unix" and not (positional[0] if positional else named.get("address")):
-            raise ValueError("the path is missing")
-        parse: Callable[[object, str], object] = endpoints.serverFromString
-        parse(_NoReactor(), text)
-    except ConfigError:
-        raise
-    except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigError(f"{text!r} is not a usable Twisted endpoint: {reason}") from None
-
-
-class _NoReactor:
-    """Stands in for a reactor while an endpoint string is only taken apart."""
-
-
-def split_endpoint(text: str) -> tuple[str, list[str], dict[str, str]]:
-    """Type, positional and named arguments of an endpoint string; backslash escapes."""
-    positional: list[str] = []
-    named: dict[str, str] = {}
-    for part in re.findall(r"(?:^|:)((?:\\.|[^:\\])*)", text):
-        pieces = re.fullmatch(r"((?:\\.|[^=\\])*)(?:(=)(.*))?", part, re.DOTALL)
-        if pieces is None:
-            raise ValueError("a stray backslash")
-        name, equals, value = (re.sub(r"\\(.)", r"\1", piece or "") for piece in pieces.groups())
-        if equals:
-            named[name] = value
-        else:
-            positional.append(name)
-    if not positional:
-        raise ValueError("the type is missing")
-    return positional[0], positional[1:], named
-
-
-_WILDCARDS = frozenset({"", "0.0.0.0", "::"})
-
-
-def _is_loopback(host: str) -> bool:
-    """Whether connecting to ``host`` stays on this machine by its name or address alone."""
-    if host == "localhost" or host.endswith(".localhost"):
-        return True
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return False
-    mapped = getattr(address, "ipv4_mapped", None)
-    return (mapped or address).is_loopback
-
-
-def _tcp_place(endpoint: str) -> tuple[str, int] | None:
-    """Interface and port of a TCP listener; None for other kinds and for port 0 (any)."""
-    kind, positional, named = split_endpoint(endpoint)
-    if kind not in ("tcp", "tcp6", "ssl"):
-        return None
-    port = int(positional[0] if positional else named["port"])
-    interface = named.get("interface", "")
-    return (interface, port) if port else None
-
-
-def _same_place(one: str, other: str) -> bool:
-    """Whether two listeners can't both be opened."""
-    first, second = _tcp_place(one), _tcp_place(other)
-    if first and second:
-        same_host = first[0] == second[0] or not _WILDCARDS.isdisjoint((first[0], second[0]))
-        return first[1] == second[1] and same_host
-    if first or second:
-        return False
-    split_one, split_other = split_endpoint(one), split_endpoint(other)
-    if split_one[0] == split_other[0] == "unix":
-        paths = [
-            os.path.normpath(positional[0] if positional else named["address"])
-            for _, positional, named in (split_one, split_other)
-        ]
-        return paths[0] == paths[1]
-    return one == other and split_one[0] == "systemd"
-
-
-def _leads_back(upstream: Upstream, endpoint: str) -> bool:
-    """Whether an engine's URL points at turnstile's own listener on this machine."""
-    place = _tcp_place(endpoint)
-    if place is None or place[1] != upstream.port:
-        return False
-    host = upstream.host.lower().rstrip(".")
-    if place[0] in _WILDCARDS:
-        return _is_loopback(host) or host in _WILDCARDS
-    return host == place[0] or {host, place[0]} <= {"localhost", "127.0.0.1"}
+#: Where llama.cpp and sd-server have a port of their own.
+DEFAULT_LISTEN_LLAMA = "tcp:8080"
+DEFAULT_LISTEN_SD = "tcp:1234"
+#: stadi's defaults: the one port for both, and where it expects llama.cpp.
+STADI_LISTEN = "127.0.0.1:55558"
+STADI_LLM = "http://127.0.0.1:55555"
 
 
 # -- what a setting accepts ------------------------------------------------------------------------
@@ -376,6 +136,33 @@ def _parse_text(text: str) -> str:
     return text
 
 
+def _parse_secret(text: str) -> str:
+    if not text.isprintable() or not text.isascii() or " " in text:
+        raise ValueError("it contains blanks, control characters or letters beyond ASCII")
+    return text
+
+
+def _parse_words(text: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(_parse_text(text)))
+    except ValueError as error:
+        raise ValueError(f"{text!r} can't be split into words: {error}") from None
+
+
+def _number(smallest: float, largest: float) -> Kind:
+    def parse(text: str) -> float:
+        if not re.fullmatch(r"[0-9]{1,9}(?:\.[0-9]{1,9})?", text):
+            raise ValueError(f"{text!r} is not a number")
+        if not smallest <= float(text) <= largest:
+            raise ValueError(f"{text!r} is out of range ({smallest:g} to {largest:g})")
+        return float(text)
+
+    def write(value: float) -> str:
+        return f"{value:.9f}".rstrip("0").rstrip(".")
+
+    return Kind(parse, write, "NUMBER")
+
+
 def _listen(bare_host: str = "") -> Kind:
     return Kind(lambda text: parse_listen(text, bare_host), str, "ADDRESS")
 
@@ -383,6 +170,9 @@ def _listen(bare_host: str = "") -> Kind:
 _BOOLEAN = Kind(_parse_boolean, lambda value: "true" if value else "false", "true|false")
 _TEXT = Kind(_parse_text)
 _PATH = Kind(_parse_text, str, "FILE")
+_SECRET = Kind(_parse_secret, str, "SECRET")
+_WORDS = Kind(_parse_words, shlex.join, "ARGUMENTS")
+_SHELL = Kind(_parse_text, str, "COMMAND")
 _URL = Kind(Upstream.parse, str, "URL")
 
 
@@ -398,6 +188,8 @@ class Setting:
     kind: Kind
     env_aliases: tuple[str, ...] = ()
     option_aliases: tuple[str, ...] = ()
+    #: Never shown.
+    secret: bool = False
 
     def parse(self, text: str) -> Any:
         """The value of ``text``; raises ValueError with a reason that has no name in it."""
@@ -407,6 +199,10 @@ class Setting:
     def format(self, value: Any) -> str:
         """The text that `parse` would turn into ``value``."""
         return "" if value is None else self.kind.format(value)
+
+    def show(self, value: Any) -> str:
+        """The same for everybody's eyes."""
+        return "***" if self.secret and value is not None else self.format(value)
 
 
 def _setting(
@@ -418,6 +214,7 @@ def _setting(
     option: str = "",
     env_aliases: tuple[str, ...] = (),
     option_aliases: tuple[str, ...] = (),
+    secret: bool = False,
 ) -> Any:
     row = {
         "env": env,
@@ -427,9 +224,10 @@ def _setting(
         "kind": kind,
         "env_aliases": env_aliases,
         "option_aliases": option_aliases,
+        "secret": secret,
     }
     value = kind.parse(default) if default else None
-    return attrs.field(default=value, metadata={"setting": row})
+    return attrs.field(default=value, metadata={"setting": row}, repr=not secret)
 
 
 @attrs.frozen(kw_only=True)
@@ -441,6 +239,46 @@ class Config:
     )
     comfy_url: Upstream | None = _setting(
         "COMFY_URL", _URL, "", "URL of ComfyUI; empty: no ComfyUI.", option="comfy"
+    )
+    llama_url: Upstream | None = _setting(
+        "LLAMA_URL",
+        _URL,
+        "",
+        f"URL of llama.cpp's llama-server; empty: no llama.cpp, or with LISTEN_BROKER {STADI_LLM}.",
+        option="llama",
+        env_aliases=("STADI_LLM",),
+        option_aliases=("llm",),
+    )
+    sd_args: tuple[str, ...] | None = _setting(
+        "SD_ARGS",
+        _WORDS,
+        "",
+        "The arguments that sd-server (stable-diffusion.cpp) is started with, quoted as in a"
+        " shell; empty: no sd-server.",
+        env_aliases=("STADI_SD_ARGS",),
+    )
+    sd_url: Upstream = _setting(
+        "SD_URL",
+        _URL,
+        "http://127.0.0.1:55557",
+        "Where sd-server listens once it is started.",
+        option="sd",
+        env_aliases=("STADI_SD",),
+    )
+    sd_bin: str = _setting(
+        "SD_BIN",
+        _PATH,
+        "sd-server",
+        "The sd-server program; without a slash it is looked up on PATH.",
+        env_aliases=("STADI_SD_BIN",),
+    )
+    sd_log_dir: str | None = _setting(
+        "SD_LOG_DIR",
+        Kind(_parse_text, str, "DIRECTORY"),
+        "",
+        "Where sd-server's output is kept; empty: $LOGS_DIRECTORY (systemd), else"
+        " $XDG_CACHE_HOME/stadi, else ~/.cache/stadi.",
+        env_aliases=("STADI_SD_LOG_DIR",),
     )
     listen_ollama: str = _setting(
         "LISTEN_OLLAMA",
@@ -459,6 +297,27 @@ class Config:
         "Where nodes of ComfyUI workflows reach Ollama from inside a job; a bare port listens on"
         " 127.0.0.1 only; empty: off.",
     )
+    listen_llama: str | None = _setting(
+        "LISTEN_LLAMA",
+        _listen(),
+        "",
+        "Where llama.cpp's clients connect; empty: :8080, or nowhere if there is a LISTEN_BROKER.",
+    )
+    listen_sd: str | None = _setting(
+        "LISTEN_SD",
+        _listen(),
+        "",
+        "Where sd-server's clients connect; empty: :1234, or nowhere if there is a LISTEN_BROKER.",
+    )
+    listen_broker: str | None = _setting(
+        "LISTEN_BROKER",
+        _listen("127.0.0.1"),
+        "",
+        "One port for llama.cpp and sd-server; a bare port listens on 127.0.0.1 only; empty: none,"
+        f" or {STADI_LISTEN} if SD_ARGS is set, and no other engine and no port for these two.",
+        env_aliases=("STADI_LISTEN",),
+        option_aliases=("listen",),
+    )
     upstream_ca: str | None = _setting(
         "UPSTREAM_CA",
         _PATH,
@@ -466,7 +325,10 @@ class Config:
         "PEM file of certificates to trust for https engines, instead of the system's.",
     )
     unload_timeout: float = _setting(
-        "UNLOAD_TIMEOUT", _duration(), "60s", "How long to wait for Ollama to unload its models."
+        "UNLOAD_TIMEOUT",
+        _duration(),
+        "60s",
+        "How long to wait for Ollama or llama.cpp to unload its models.",
     )
     job_timeout: float = _setting(
         "JOB_TIMEOUT",
@@ -484,13 +346,20 @@ class Config:
         "LLM_WAIT_TIMEOUT",
         _duration(),
         "10m",
-        "How long a chat request waits for the card before it is answered 503.",
+        "How long a chat request to Ollama waits for the card before it is answered 503.",
+    )
+    busy_wait: float = _setting(
+        "BUSY_WAIT",
+        _duration(),
+        "2m",
+        "The same for a chat request to llama.cpp.",
+        env_aliases=("STADI_BUSY_WAIT",),
     )
     llm_stall_timeout: float = _setting(
         "LLM_STALL_TIMEOUT",
         _duration(),
         "15m",
-        "How long Ollama may be silent in the middle of a chat request while others wait for the card.",
+        "How long a chat engine may be silent in the middle of a request while others wait for the card.",
     )
     llm_busy_mode: str = _setting(
         "LLM_BUSY_MODE",
@@ -527,6 +396,80 @@ class Config:
     )
     warm_model: str | None = _setting(
         "WARM_MODEL", _TEXT, "", "Ollama model to load again after an image job; empty: none."
+    )
+    llama_api_key: str | None = _setting(
+        "LLAMA_API_KEY",
+        _SECRET,
+        "",
+        "The key that llama-server was given with --api-key, for turnstile's own calls to it.",
+        secret=True,
+    )
+    llama_stop_command: str | None = _setting(
+        "LLAMA_STOP_COMMAND",
+        _SHELL,
+        "",
+        "Shell command that stops a llama-server which cannot unload its model; empty: none.",
+        env_aliases=("LLAMA_EVICT_COMMAND",),
+    )
+    llama_start_command: str | None = _setting(
+        "LLAMA_START_COMMAND",
+        _SHELL,
+        "",
+        "Shell command that starts it again.",
+    )
+    sd_idle: float = _setting(
+        "SD_IDLE",
+        _duration(smallest=0),
+        "5m",
+        "How long after the end of its last generation sd-server is stopped; 0: only if another"
+        " engine needs the card.",
+        env_aliases=("STADI_IDLE",),
+        option_aliases=("idle",),
+    )
+    load_wait: float = _setting(
+        "LOAD_WAIT",
+        _duration(),
+        "15m",
+        "How long sd-server may take until it listens, and llama.cpp to load a model that it was told to load.",
+        env_aliases=("STADI_LOAD_WAIT",),
+    )
+    sd_stop_grace: float = _setting(
+        "SD_STOP_GRACE",
+        _duration(smallest=0),
+        "10s",
+        "How long sd-server has between SIGTERM and SIGKILL.",
+    )
+    vram_probe: str = _setting(
+        "VRAM_PROBE",
+        _choice("auto", "nvml", "amdgpu", "nvidia-smi", "comfyui", "command", "none"),
+        "auto",
+        "How the card's memory is looked at: the first of these that works, or the one named.",
+    )
+    vram_probe_command: str | None = _setting(
+        "VRAM_PROBE_COMMAND",
+        _SHELL,
+        "",
+        "Shell command that prints the card's used and total bytes; tried first if it is set.",
+    )
+    gpu: str | None = _setting(
+        "GPU",
+        _TEXT,
+        "",
+        "The card, where there are several: its index, UUID or PCI address; empty: the first.",
+    )
+    vram_wait: float = _setting(
+        "VRAM_WAIT",
+        _duration(smallest=0),
+        "45s",
+        "How long to wait, after an engine has left the card, until the memory is seen to be free.",
+        env_aliases=("STADI_VRAM_WAIT",),
+    )
+    free_gib: float = _setting(
+        "FREE_GIB",
+        _number(0, 100_000),
+        "2",
+        "The card counts as free at no more than so many GiB used, however little was seen before.",
+        env_aliases=("STADI_FREE_GIB",),
     )
     log_level: str = _setting(
         "LOGLEVEL",
@@ -586,7 +529,7 @@ class Config:
         "RETRY_STATUS_LIMIT",
         _integer(0, 100),
         "3",
-        "How often a GET or HEAD that an engine answers 502, 503 or 504 is tried again.",
+        "How often a GET or HEAD that Ollama or ComfyUI answers 502, 503 or 504 is tried again.",
     )
     connect_timeout: float = _setting(
         "CONNECT_TIMEOUT", _duration(), "10s", "How long connecting to an engine may take."
@@ -610,9 +553,9 @@ class Config:
         return self.sources.get(field, "default")
 
     def describe(self) -> list[tuple[str, str, str]]:
-        """Name, value and source of every setting, for the listing at start."""
+        """Name, value and source of every setting, for the listing at start; secrets are masked."""
         return [
-            (setting.env, setting.format(getattr(self, setting.field)), source)
+            (setting.env, setting.show(getattr(self, setting.field)), source)
             for setting in SETTINGS
             for source in (self.source_of(setting.field),)
         ]
@@ -626,7 +569,24 @@ class Config:
                 found.append(("LISTEN_OLLAMA_NESTED", self.listen_ollama_nested))
         if self.comfy_url is not None:
             found.append(("LISTEN_COMFY", self.listen_comfy))
+        broker = self.listen_broker
+        if self.llama_url is not None and (self.listen_llama or not broker):
+            found.append(("LISTEN_LLAMA", self.listen_llama or DEFAULT_LISTEN_LLAMA))
+        if self.sd_args is not None and (self.listen_sd or not broker):
+            found.append(("LISTEN_SD", self.listen_sd or DEFAULT_LISTEN_SD))
+        if broker:
+            found.append(("LISTEN_BROKER", broker))
         return found
+
+    def upstreams(self) -> list[tuple[str, Upstream]]:
+        """Name and URL of the enabled engines."""
+        urls = [
+            ("OLLAMA_URL", self.ollama_url),
+            ("COMFY_URL", self.comfy_url),
+            ("LLAMA_URL", self.llama_url),
+            ("SD_URL", self.sd_url if self.sd_args is not None else None),
+        ]
+        return [(name, url) for name, url in urls if url is not None]
 
 
 SETTINGS: tuple[Setting, ...] = tuple(
@@ -638,75 +598,6 @@ _BY_NAME = {name: setting for setting in SETTINGS for name in (setting.env, *set
 
 
 # -- the file --------------------------------------------------------------------------------------
-
-_LINE = re.compile(r"(?:export[ \t]+)?(?P<key>[^=]*?)[ \t]*=[ \t]*(?P<value>.*)", re.DOTALL)
-_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_DOUBLE_QUOTED = re.compile(r'"((?:[^"\\]|\\.)*)"(.*)', re.DOTALL)
-_SINGLE_QUOTED = re.compile(r"'([^']*)'(.*)", re.DOTALL)
-_COMMENT = re.compile(r"[ \t]+#.*\Z|\A#.*\Z", re.DOTALL)
-
-
-def parse_env_file(data: bytes, name: str) -> list[tuple[int, str, str]]:
-    """Line number, key and value of each setting in an env file; ``name`` is for messages.
-
-    ``KEY=VALUE`` lines, with or without ``export``; blank lines; comments from a ``#`` at the start
-    of a line or after a blank. Values may be quoted: ``'as it is'``, or ``"with \\\\ \\" \\$"``.
-    """
-    found = []
-    for number, raw in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
-        try:
-            key, value = _parse_line(raw.removesuffix(b"\r")) or ("", "")
-        except ValueError as error:
-            raise ConfigError(f"{name}:{number}: {error}") from None
-        if key:
-            found.append((number, key, value))
-    return found
-
-
-def _parse_line(raw: bytes) -> tuple[str, str] | None:
-    try:
-        line = raw.decode("utf-8")
-    except UnicodeDecodeError:
-        raise ValueError("not UTF-8 text") from None
-    if any((ord(char) < 0x20 and char != "\t") or ord(char) == 0x7F for char in line):
-        raise ValueError("a control character")
-    line = line.strip(" \t")
-    if not line or line.startswith("#"):
-        return None
-    match = _LINE.fullmatch(line)
-    if match is None:
-        raise ValueError("not a KEY=VALUE line")
-    key, rest = match["key"], match["value"]
-    if not _KEY.fullmatch(key):
-        raise ValueError(f"{key!r} can't be the name of a setting")
-    quoted = None
-    if rest.startswith('"'):
-        quoted = _DOUBLE_QUOTED.fullmatch(rest)
-    elif rest.startswith("'"):
-        quoted = _SINGLE_QUOTED.fullmatch(rest)
-    else:
-        return key, _COMMENT.sub("", rest).rstrip(" \t")
-    if quoted is None:
-        raise ValueError(f"the value of {key} has no closing quote")
-    if _COMMENT.sub("", quoted[2]).strip(" \t"):
-        raise ValueError(f"text after the closing quote of {key}")
-    value = quoted[1]
-    return key, re.sub(r'\\([\\"$`])', r"\1", value) if rest.startswith('"') else value
-
-
-def format_env_file(values: Mapping[str, str]) -> str:
-    """Write an env file that `parse_env_file` reads back the same, as systemd and a shell do."""
-    lines = []
-    for key, value in values.items():
-        if not _KEY.fullmatch(key):
-            raise ValueError(f"{key!r} can't be the name of a setting")
-        if any((ord(char) < 0x20 and char != "\t") or ord(char) == 0x7F for char in value):
-            raise ValueError(f"the value of {key} contains control characters")
-        if not re.fullmatch(r"[A-Za-z0-9_./:@%+,=\[\]-]*", value):
-            escaped = re.sub(r'([\\"$`])', r"\\\1", value)
-            value = f'"{escaped}"'
-        lines.append(f"{key}={value}\n")
-    return "".join(lines)
 
 
 def _read_file(path: str, required: bool) -> bytes | None:
@@ -739,7 +630,7 @@ def _check_file(data: bytes, path: str) -> tuple[dict[str, tuple[int, str]], lis
         if setting is not None:
             values[setting.field] = (number, text)
         elif key in RESERVED:
-            notices.append(f"{path}:{number}: {key} has no effect yet")
+            notices.append(f"{path}:{number}: {key} has no effect{_yet(key)}")
         elif key in _ENVIRONMENT_ONLY:
             notices.append(
                 f"{path}:{number}: {key} has no effect here, only as an environment variable"
@@ -749,6 +640,10 @@ def _check_file(data: bytes, path: str) -> tuple[dict[str, tuple[int, str]], lis
             near = difflib.get_close_matches(key.upper(), known, n=1, cutoff=0.0)
             raise ConfigError(f"{path}:{number}: unknown setting {key} (nearest: {near[0]})")
     return values, notices
+
+
+def _yet(key: str) -> str:
+    return "" if key in _DROPPED else " yet"
 
 
 # -- all together ----------------------------------------------------------------------------------
@@ -770,7 +665,7 @@ def load(
     from_file, notices = _check_file(data, path) if data is not None else ({}, [])
     for key in sorted(RESERVED - _COMMON_NAMES):
         if environ.get(key):
-            notices.append(f"environment variable {key} has no effect yet")
+            notices.append(f"environment variable {key} has no effect{_yet(key)}")
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     for setting in SETTINGS:
@@ -783,6 +678,7 @@ def load(
             label = f"{source}: {setting.env}" if source.startswith(f"{path}:") else source
             raise ConfigError(f"{label}: {error}") from None
         sources[setting.field] = source
+    notices += _apply_stadi_defaults(values, sources)
     config = Config(
         **values,
         sources=sources,
@@ -790,7 +686,31 @@ def load(
         file=path if data is not None else None,
     )
     _check_together(config)
+    if config.sd_args is not None:
+        warnings = sdargs.warnings(config.sd_bin, config.sd_args, config.sd_url)
+        config = attrs.evolve(config, notices=(*config.notices, *warnings))
     return config
+
+
+def _apply_stadi_defaults(values: dict[str, Any], sources: dict[str, str]) -> list[str]:
+    """What holds for starts in the manner of stadi; returns lines for the log.
+
+    One that sets SD_ARGS and nothing that stadi does not have gets stadi's port; wherever there is that port,
+    llama.cpp is where stadi expects it.
+    """
+    ours = ("ollama_url", "comfy_url", "listen_llama", "listen_sd", "listen_broker")
+    notices = []
+    if values.get("sd_args") and not any(values.get(name) for name in ours):
+        values["listen_broker"] = parse_listen(STADI_LISTEN)
+        sources["listen_broker"] = "stadi's default"
+        notices.append(
+            f"SD_ARGS without LISTEN_SD, LISTEN_LLAMA or LISTEN_BROKER: one port for llama.cpp and sd-server"
+            f" ({STADI_LISTEN})"
+        )
+    if values.get("listen_broker") and not values.get("llama_url"):
+        values["llama_url"] = Upstream.parse(STADI_LLM)
+        sources["llama_url"] = "stadi's default"
+    return notices
 
 
 def _choose(
@@ -816,9 +736,26 @@ def _choose(
 
 def _check_together(config: Config) -> None:
     """What no setting shows alone."""
-    upstreams = (("OLLAMA_URL", config.ollama_url), ("COMFY_URL", config.comfy_url))
-    if all(upstream is None for _, upstream in upstreams):
-        raise ConfigError("no engine: set OLLAMA_URL (--ollama) or COMFY_URL (--comfy)")
+    if config.sd_args is None:
+        if config.listen_broker is not None:
+            raise ConfigError(
+                "LISTEN_BROKER without SD_ARGS: turnstile starts sd-server itself and needs its"
+                " command line"
+            )
+        if config.sd_url != attrs.fields(Config).sd_url.default or (
+            "sd_url" in config.sources and not config.upstreams()
+        ):
+            raise ConfigError(
+                "SD_URL without SD_ARGS: turnstile starts sd-server itself (only its exit frees the"
+                " card) and needs its command line"
+            )
+    upstreams = config.upstreams()
+    if not upstreams:
+        raise ConfigError(
+            "no engine: set OLLAMA_URL (--ollama), COMFY_URL (--comfy), LLAMA_URL (--llama) or"
+            " SD_ARGS (--sd-args)"
+        )
+    _check_llama_and_sd(config)
     if config.backoff_max < config.backoff_initial:
         raise ConfigError(
             f"BACKOFF_MAX ({format_duration(config.backoff_max)}) is less than"
@@ -827,11 +764,30 @@ def _check_together(config: Config) -> None:
     listeners = config.listeners()
     for index, (name, endpoint) in enumerate(listeners):
         for other, other_endpoint in listeners[:index]:
-            if _same_place(endpoint, other_endpoint):
+            if same_place(endpoint, other_endpoint):
                 raise ConfigError(f"{other} and {name} are the same address ({endpoint})")
         for url_name, upstream in upstreams:
-            if upstream is not None and _leads_back(upstream, endpoint):
+            if leads_back(upstream, endpoint):
                 raise ConfigError(
                     f"{url_name} ({upstream.url}) is turnstile's own {name} ({endpoint}):"
                     " move the engine to another port, or turnstile"
                 )
+
+
+def _check_llama_and_sd(config: Config) -> None:
+    if (config.llama_stop_command is None) != (config.llama_start_command is None):
+        raise ConfigError("LLAMA_STOP_COMMAND and LLAMA_START_COMMAND go together")
+    if config.vram_probe == "command" and config.vram_probe_command is None:
+        raise ConfigError("VRAM_PROBE is command, but there is no VRAM_PROBE_COMMAND")
+    if config.vram_probe == "comfyui" and config.comfy_url is None:
+        raise ConfigError("VRAM_PROBE is comfyui, but there is no COMFY_URL")
+    if config.sd_args is None:
+        return
+    if config.sd_url.is_tls:
+        raise ConfigError(f"SD_URL ({config.sd_url.url}): sd-server has no TLS, only http:// does")
+    for name, upstream in config.upstreams():
+        if name != "SD_URL" and (upstream.host, upstream.port) == (
+            config.sd_url.host,
+            config.sd_url.port,
+        ):
+            raise ConfigError(f"{name} and SD_URL are the same address ({config.sd_url.url})")

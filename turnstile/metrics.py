@@ -7,7 +7,7 @@ the counting is in the path of every request; gauges are read from the arbiter a
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -24,6 +24,8 @@ from prometheus_client.registry import Collector
 from turnstile import __version__
 from turnstile.arbiter import Abandoned, Arbiter, Event, Granted, Kind
 from turnstile.card import Card, Degraded, Eviction
+from turnstile.engines.base import Engine
+from turnstile.vram.back import Back
 
 PREFIX = "gpu_turnstile_"
 #: From a grant that hardly waited to JOB_TIMEOUT.
@@ -99,7 +101,9 @@ class Metrics(Collector):
         self._wait_image = self._lock_wait[Kind.EXCLUSIVE]
         self._unload = _Histogram()
         self._job_seconds = _Histogram()
+        self._engines: Sequence[Engine] = ()
         self._vram: dict[str, float] = {}
+        self._memory_wait: defaultdict[str, _Histogram] = defaultdict(_Histogram)
         if registry is None:
             registry = CollectorRegistry()
             ProcessCollector(registry=registry)
@@ -116,6 +120,10 @@ class Metrics(Collector):
         arbiter.add_listener(self._arbiter_event)
         card.add_listener(self._degraded_interval)
         card.add_eviction_listener(self._evicted)
+
+    def watch(self, engines: Sequence[Engine]) -> None:
+        """Show what only the engines themselves know."""
+        self._engines = engines
 
     def request_done(self, engine: str, status: int) -> None:
         """A request is over; ``status`` 0 means that it was never answered."""
@@ -157,6 +165,10 @@ class Metrics(Collector):
                 self._vram.pop(name, None)
             else:
                 self._vram[name] = value
+
+    def memory_waited(self, outcome: Back, seconds: float) -> None:
+        """An engine left, and its memory was waited for."""
+        self._memory_wait[outcome.name.lower()].observe(seconds)
 
     def counters(self) -> dict[str, Any]:
         """The most telling sums, for the state page."""
@@ -264,8 +276,15 @@ class Metrics(Collector):
         yield _gauge("websocket_relays", "Relayed WebSockets now.", [], {(): self._relays})
         yield _counter("websockets", "WebSockets that were relayed.", [], {(): self._relays_total})
         yield from self._collect_card()
+        yield from self._collect_engines()
         for name, value in self._vram.items():
             yield _gauge(f"vram_{name}_bytes", f"Memory of the card, {name}.", [], {(): value})
+        yield _histogram(
+            "vram_wait_seconds",
+            "Time from the end of an eviction until the card's memory was seen to be back, or not.",
+            ["outcome"],
+            {(outcome,): histogram for outcome, histogram in sorted(self._memory_wait.items())},
+        )
         info = InfoMetricFamily(PREFIX + "build", "The turnstile that runs here.")
         info.add_metric([], {"version": self._version})
         yield info
@@ -320,6 +339,26 @@ class Metrics(Collector):
         )
         switching = card is not None and card.switching()
         yield _gauge("switching", "Whether an engine is being evicted.", [], {(): int(switching)})
+
+    def _collect_engines(self) -> Iterator[Metric]:
+        known = {engine.tenant.name: engine.snapshot() for engine in self._engines}
+        sd, llama = known.get("sd"), known.get("llamacpp")
+        if sd is not None:
+            up = int(sd.get("pid") is not None)
+            yield _gauge("sd_child_up", "Whether there is an sd-server process.", [], {(): up})
+            yield _counter("sd_starts", "Starts of sd-server.", [], {(): sd.get("starts", 0)})
+            yield _counter(
+                "sd_crashes", "Ends of sd-server by itself.", [], {(): sd.get("crashes", 0)}
+            )
+        models = llama.get("models") if llama is not None else None
+        if models is not None:
+            counts = Counter(models.values())
+            yield _gauge(
+                "llama_models",
+                "Models of llama.cpp's router by status, when it was last looked at.",
+                ["status"],
+                {(status,): count for status, count in sorted(counts.items())},
+            )
 
 
 def _counter(name: str, text: str, labels: list[str], values: Any) -> Metric:

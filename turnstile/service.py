@@ -22,23 +22,40 @@ from twisted.web.client import BrowserLikePolicyForHTTPS
 from turnstile import __version__, exitcode
 from turnstile import log as tlog
 from turnstile.arbiter import Arbiter
+from turnstile.broker import BrokerStatus, make_route
 from turnstile.card import Card
+from turnstile.child.listeners import listeners_on
+from turnstile.commands import ShellCommands
 from turnstile.config import Config, ConfigError, Upstream, split_endpoint
 from turnstile.engines.base import Engine
 from turnstile.engines.client import JsonClient, make_client
 from turnstile.engines.comfy_events import make_connect_events
 from turnstile.engines.comfy_free import Memory
 from turnstile.engines.comfyui import ComfyEngine
+from turnstile.engines.llamacpp import LlamaEngine
 from turnstile.engines.ollama import OllamaEngine
-from turnstile.gates import ComfyPolicy, NestedHint, NestedOllamaPolicy, OllamaPolicy
+from turnstile.engines.sdserver import SdEngine
+from turnstile.gates import (
+    ComfyPolicy,
+    EnginePolicy,
+    LlamaPolicy,
+    NestedHint,
+    NestedOllamaPolicy,
+    OllamaPolicy,
+    SdPolicy,
+    SdResource,
+)
 from turnstile.metrics import Metrics
 from turnstile.narrator import Narrator
-from turnstile.proxy.resource import EngineResource, Policy
+from turnstile.proxy.resource import EngineResource
 from turnstile.proxy.retry import RetryPolicy
 from turnstile.proxy.site import ProxySite
 from turnstile.proxy.upstream import UpstreamPool
 from turnstile.proxy.vigil import Vigil
-from turnstile.status import make_status_tree
+from turnstile.sdlaunch import Spawns, make_launch
+from turnstile.status import StateResource, make_status_tree
+from turnstile.vram.choice import make_vram
+from turnstile.vram.reading import Reading
 from turnstile.warm import Warmer
 
 _log = tlog.Logger()
@@ -46,15 +63,27 @@ _log = tlog.Logger()
 #: Connections that may wait in the kernel to be accepted.
 BACKLOG = 1024
 
+_OUR_PATHS = b"/turnstile/"
+#: The names that listeners go by in log and state page.
+SITES = {
+    "LISTEN_OLLAMA": "ollama",
+    "LISTEN_OLLAMA_NESTED": "ollama-nested",
+    "LISTEN_COMFY": "comfyui",
+    "LISTEN_LLAMA": "llamacpp",
+    "LISTEN_SD": "sd",
+    "LISTEN_BROKER": "broker",
+}
+
 
 class TurnstileService(Service):
     """Everything that one turnstile process runs.
 
     :param config: the settings.
     :param reactor: makes connections and tells the time.
+    :param spawner: starts sd-server instead of the real one.
     """
 
-    def __init__(self, config: Config, *, reactor: Any) -> None:
+    def __init__(self, config: Config, *, reactor: Any, spawner: Spawns | None = None) -> None:
         self.config = config
         self._reactor = reactor
         self.arbiter = Arbiter(
@@ -67,6 +96,8 @@ class TurnstileService(Service):
         self.vigil = Vigil(reactor)
         self.ollama: OllamaEngine | None = None
         self.comfy: ComfyEngine | None = None
+        self.llama: LlamaEngine | None = None
+        self.sd: SdEngine | None = None
         self.sites: dict[str, ProxySite] = {}
         self.ports: dict[str, Any] = {}
         self._clients: list[JsonClient] = []
@@ -81,25 +112,19 @@ class TurnstileService(Service):
         #: Fires once the engines were looked at, from when on requests are granted the card.
         self.ready: Deferred[None] = Deferred()
         self._trust_root = _trust_root(config)
-        self._build()
+        self._listens = {SITES[name]: text for name, text in config.listeners()}
+        self._build(spawner)
 
     # -- building ---------------------------------------------------------------------------------------------
 
-    def _build(self) -> None:
+    def _build(self, spawner: Spawns | None) -> None:
         config = self.config
-        if config.ollama_url is not None:
-            self.ollama = OllamaEngine(
-                self._client("OLLAMA_URL", config.ollama_url),
-                self._reactor,
-                self.card,
-                unload_timeout=config.unload_timeout,
-                unload_poll_interval=config.unload_poll_interval,
-                probe_timeout=config.probe_timeout,
-            )
-            self.card.register(self.ollama)
+        self._build_chat_engines()
+        comfy_client: JsonClient | None = None
         if config.comfy_url is not None:
+            comfy_client = self._client("COMFY_URL", config.comfy_url)
             self.comfy = ComfyEngine(
-                self._client("COMFY_URL", config.comfy_url),
+                comfy_client,
                 self._reactor,
                 self.arbiter,
                 self.card,
@@ -123,6 +148,8 @@ class TurnstileService(Service):
             self.card.register(self.comfy)
             self.comfy.add_job_listener(self.metrics.job_done)
             self.comfy.add_memory_listener(self._memory_seen)
+        if config.sd_args is not None:
+            self._build_sd(spawner)
         if self.ollama is not None and self.comfy is not None and config.warm_model:
             self._warmer = Warmer(
                 self.arbiter,
@@ -132,7 +159,67 @@ class TurnstileService(Service):
                 config.warm_timeout,
                 self._reactor,
             )
+        self.vram = make_vram(self._reactor, config, comfy_client)
+        self.vram.add_reading_listener(self._reading_seen)
+        self.vram.add_wait_listener(self.metrics.memory_waited)
+        self.card.memory = self.vram
+        self.metrics.watch(self.engines)
         self._build_sites()
+
+    def _build_chat_engines(self) -> None:
+        config = self.config
+        if config.ollama_url is not None:
+            self.ollama = OllamaEngine(
+                self._client("OLLAMA_URL", config.ollama_url),
+                self._reactor,
+                self.card,
+                unload_timeout=config.unload_timeout,
+                unload_poll_interval=config.unload_poll_interval,
+                probe_timeout=config.probe_timeout,
+            )
+            self.card.register(self.ollama)
+        if config.llama_url is not None:
+            key = config.llama_api_key
+            self.llama = LlamaEngine(
+                self._client(
+                    "LLAMA_URL",
+                    config.llama_url,
+                    {} if key is None else {"Authorization": f"Bearer {key}"},
+                ),
+                self._reactor,
+                self.card,
+                unload_timeout=config.unload_timeout,
+                unload_poll_interval=config.unload_poll_interval,
+                probe_timeout=config.probe_timeout,
+                load_timeout=config.load_wait,
+                commands=ShellCommands(self._reactor),
+                stop_command=config.llama_stop_command,
+                start_command=config.llama_start_command,
+            )
+            self.card.register(self.llama)
+
+    def _build_sd(self, spawner: Spawns | None) -> None:
+        config = self.config
+        launch = make_launch(config, self._reactor, os.environ, spawner)
+        self.sd = SdEngine(
+            self._client("SD_URL", config.sd_url),
+            self._reactor,
+            self.arbiter,
+            self.card,
+            launch,
+            idle=config.sd_idle,
+            load_wait=config.load_wait,
+            stop_grace=config.sd_stop_grace,
+            job_timeout=config.job_timeout,
+            probe_timeout=config.probe_timeout,
+            backoff_initial=config.backoff_initial,
+            backoff_max=config.backoff_max,
+            capture_limit=config.prompt_capture_limit,
+            log_path=launch.log_path,
+            listeners=listeners_on if spawner is None else _nobody,
+        )
+        self.card.register(self.sd)
+        self.sd.add_job_listener(self.metrics.job_done)
 
     def _build_sites(self) -> None:
         config = self.config
@@ -144,71 +231,152 @@ class TurnstileService(Service):
             __version__,
             self.metrics,
             short_forms=True,
+            vram=self.vram.snapshot,
         )
+        # Where the engine has pages of such names itself, ours have their long names only.
+        long_forms = {path: page for path, page in pages.items() if path.startswith(_OUR_PATHS)}
         if self.ollama is not None and config.ollama_url is not None:
-            pool = self._pool(config.ollama_url)
-            hint = None
-            if config.comfy_url is not None:
-                hint = NestedHint(self.arbiter, config.comfy_url.host, config.listen_ollama_nested)
-            policy: Policy = OllamaPolicy(
-                config, self.arbiter, self.card, self.ollama, self._reactor, on_wait=hint
-            )
-            self._site("ollama", config.listen_ollama, pool, policy, pages)
-            if config.listen_ollama_nested:
-                policy = NestedOllamaPolicy(
-                    config,
-                    self.arbiter,
-                    self.card,
-                    self.ollama,
-                    self._reactor,
-                    self.comfy,
-                    self.metrics.nested_call,
-                )
-                self._site("ollama-nested", config.listen_ollama_nested, pool, policy, pages)
+            self._build_ollama_sites(self.ollama, self._pool(config.ollama_url), pages)
         if self.comfy is not None and config.comfy_url is not None:
-            guard = self.ollama.guard if self.ollama is not None else _nothing
-            policy = ComfyPolicy(config, self.arbiter, self.card, self.comfy, self._reactor, guard)
-            self._site("comfyui", config.listen_comfy, self._pool(config.comfy_url), policy, pages)
+            comfy_policy = ComfyPolicy(
+                config, self.arbiter, self.card, self.comfy, self._reactor, self._guard
+            )
+            self._site("comfyui", self._pool(config.comfy_url), comfy_policy, pages)
+        if self.llama is not None and config.llama_url is not None:
+            llama_pool = self._pool(config.llama_url)
+            llama_policy = LlamaPolicy(config, self.arbiter, self.card, self.llama, self._reactor)
+            self._site("llamacpp", llama_pool, llama_policy, long_forms)
+        if self.sd is not None:
+            sd_pool = self._pool(config.sd_url)
+            sd_policy = SdPolicy(
+                config,
+                self.arbiter,
+                self.card,
+                self.sd,
+                self._reactor,
+                self._guard,
+                self.metrics.job_done,
+            )
+            self._site("sd", sd_pool, sd_policy, long_forms)
+            if "broker" in self._listens:
+                assert self.llama is not None
+                llama = self._resource("broker", llama_pool, llama_policy)
+                sd = self._resource("broker", sd_pool, sd_policy)
+                state = pages[b"/turnstile/state"]
+                assert isinstance(state, StateResource)
+                status = BrokerStatus(state.state)
+                self._add_site(
+                    "broker",
+                    llama,
+                    {**pages, b"/status": status},
+                    route=make_route(llama, sd),
+                    others=[sd],
+                )
 
-    def _site(
-        self, name: str, listen: str, pool: UpstreamPool, policy: Policy, pages: dict[bytes, Any]
+    def _build_ollama_sites(
+        self, engine: OllamaEngine, pool: UpstreamPool, pages: dict[bytes, Any]
     ) -> None:
         config = self.config
+        hint = None
+        if config.comfy_url is not None:
+            hint = NestedHint(self.arbiter, config.comfy_url.host, config.listen_ollama_nested)
+        policy = OllamaPolicy(config, self.arbiter, self.card, engine, self._reactor, on_wait=hint)
+        self._site("ollama", pool, policy, pages)
+        nested = NestedOllamaPolicy(
+            config,
+            self.arbiter,
+            self.card,
+            engine,
+            self._reactor,
+            self.comfy,
+            self.metrics.nested_call,
+        )
+        self._site("ollama-nested", pool, nested, pages)
+
+    def _guard(self) -> None:
+        """An image job begins: chat engines are looked at whose requests were aborted lately."""
+        if self.ollama is not None:
+            self.ollama.guard()
+        if self.llama is not None:
+            self.llama.guard()
+
+    def _site(
+        self, name: str, pool: UpstreamPool, policy: EnginePolicy, pages: dict[bytes, Any]
+    ) -> None:
+        """Make what serves one engine's clients, if there is to be a listener of that name."""
+        if name not in self._listens:
+            return
         comfy = self.comfy if name == "comfyui" else None
-        resource = EngineResource(
+        resource = self._resource(name, pool, policy, relays_websockets=comfy is not None)
+        self._add_site(
+            name,
+            resource,
+            pages,
+            on_text=comfy.tap if comfy is not None else None,
+            on_relays=self.metrics.relays_changed,
+        )
+
+    def _resource(
+        self,
+        name: str,
+        pool: UpstreamPool,
+        policy: EnginePolicy,
+        *,
+        relays_websockets: bool = False,
+    ) -> EngineResource:
+        config = self.config
+        kind = SdResource if isinstance(policy, SdPolicy) else EngineResource
+        return kind(
             pool,
             policy,
             reactor=self._reactor,
             retry=RetryPolicy(
-                config.backoff_initial, config.backoff_max, config.retry_status_limit
+                config.backoff_initial,
+                config.backoff_max,
+                config.retry_status_limit if policy.repeats_status else 0,
             ),
             observer=self.metrics,
-            relays_websockets=comfy is not None,
-            tls=listen.startswith("ssl:"),
+            relays_websockets=relays_websockets,
+            tls=self._listens[name].startswith("ssl:"),
         )
+
+    def _add_site(
+        self, name: str, resource: EngineResource, pages: dict[bytes, Any], **options: Any
+    ) -> None:
         self.sites[name] = ProxySite(
             resource,
             pages,
             clock=self._reactor,
             vigil=self.vigil,
-            on_text=comfy.tap if comfy is not None else None,
-            on_relays=self.metrics.relays_changed,
             marks=tuple(self._marks),
             on_loop=self._leads_back,
+            **options,
         )
 
     @property
     def engines(self) -> list[Engine]:
         """The engines that are configured."""
-        return [engine for engine in (self.ollama, self.comfy) if engine is not None]
+        engines = (self.ollama, self.llama, self.comfy, self.sd)
+        return [engine for engine in engines if engine is not None]
+
+    def _reading_seen(self, reading: Reading | None) -> None:
+        self.metrics.set_vram(
+            used=None if reading is None else reading.used,
+            total=None if reading is None else reading.total,
+        )
 
     def _memory_seen(self, memory: Memory | None) -> None:
+        """What ComfyUI tells of its card, where nobody tells better."""
+        if self.vram.works:
+            return
         self.metrics.set_vram(
             used=None if memory is None else memory.used,
             total=None if memory is None else memory.total,
         )
 
-    def _client(self, setting: str, upstream: Upstream) -> JsonClient:
+    def _client(
+        self, setting: str, upstream: Upstream, headers: dict[str, str] | None = None
+    ) -> JsonClient:
         mark = secrets.token_hex(16)
         self._marks[mark.encode()] = f"{setting} ({upstream.url})"
         client = make_client(
@@ -217,6 +385,7 @@ class TurnstileService(Service):
             connect_timeout=self.config.connect_timeout,
             context_factory=self._context_factory(),
             mark=mark,
+            headers=headers,
         )
         self._clients.append(client)
         return client
@@ -259,6 +428,8 @@ class TurnstileService(Service):
         self._resume = self.arbiter.hold()
         if self._warmer is not None:
             self._warmer.start()
+        # Not waited for: a driver in trouble is no reason to serve nobody.
+        self.vram.start()
         looks = DeferredList([engine.start() for engine in self.engines], consumeErrors=True)
         looks.addCallback(self._looked)
 
@@ -278,14 +449,8 @@ class TurnstileService(Service):
     def _listen(self) -> None:
         if self.ports:
             return
-        listens = {
-            "ollama": self.config.listen_ollama,
-            "ollama-nested": self.config.listen_ollama_nested,
-            "comfyui": self.config.listen_comfy,
-        }
         for name, site in self.sites.items():
-            text = listens[name]
-            assert text is not None
+            text = self._listens[name]
             self.ports[name] = None
             d = maybeDeferred(self._open, text, site)
             d.addCallback(self._bound, name)
@@ -333,8 +498,9 @@ class TurnstileService(Service):
         if timer.active():
             timer.cancel()
         self.card.stop()
-        for engine in self.engines:
-            engine.stop()
+        self.vram.stop()
+        # Children are gone when this is over: whoever waits for our end may start the next turnstile.
+        yield DeferredList([maybeDeferred(engine.stop) for engine in self.engines])
         for pool in self._pools:
             pool.abort()
         for client in self._clients:
@@ -346,6 +512,8 @@ class TurnstileService(Service):
 
     def hasten(self) -> None:
         """Cut what a stop under way still waits for."""
+        if self.sd is not None:
+            self.sd.hasten()
         self._cut("interrupted once more")
 
     def _cut(self, why: str = "SHUTDOWN_TIMEOUT is over") -> None:
@@ -357,8 +525,8 @@ class TurnstileService(Service):
             site.abort()
 
 
-def _nothing() -> None:
-    """There is no LLM engine to keep an eye on."""
+def _nobody(port: int, leader: int | None) -> tuple[()]:
+    return ()
 
 
 def _trust_root(config: Config) -> Any:
@@ -422,4 +590,6 @@ def _who_may_hold(name: str) -> str:
         return " (Ollama itself may still be on it: move it, e.g. OLLAMA_HOST=127.0.0.1:11435)"
     if name == "comfyui":
         return " (ComfyUI itself may still be on it: move it, e.g. --port 8189)"
+    if name == "llamacpp":
+        return " (llama-server itself may still be on it: move it, e.g. --port 8081)"
     return ""

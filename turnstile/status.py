@@ -38,22 +38,22 @@ class StateRecorder:
             self.transitions.append(event)
 
 
-class _Page(Resource):
+class Page(Resource):
     """A leaf that is the same for everybody and not to be cached."""
 
     isLeaf = True
 
-    def _answer(self, request: Any, content_type: str, body: bytes) -> bytes:
+    def answer(self, request: Any, content_type: str, body: bytes) -> bytes:
         request.setHeader(b"content-type", content_type.encode("ascii"))
         request.setHeader(b"cache-control", b"no-store")
         return body
 
-    def _answer_json(self, request: Any, what: Any, indent: int | None = None) -> bytes:
+    def answer_json(self, request: Any, what: Any, indent: int | None = None) -> bytes:
         body = json.dumps(what, indent=indent, default=str).encode() + b"\n"
-        return self._answer(request, "application/json", body)
+        return self.answer(request, "application/json", body)
 
 
-class HealthResource(_Page):
+class HealthResource(Page):
     """What a health check wants to know: three keys and no more."""
 
     def __init__(self, arbiter: Arbiter) -> None:
@@ -68,10 +68,10 @@ class HealthResource(_Page):
             "llm_inflight": arbiter.llm_inflight,
             "image_pending": arbiter.image_pending,
         }
-        return self._answer_json(request, health)
+        return self.answer_json(request, health)
 
 
-class MetricsResource(_Page):
+class MetricsResource(Page):
     """The metrics in Prometheus's text format 0.0.4, or OpenMetrics for those who ask for it.
 
     prometheus_client has a resource for Twisted, but it is a WSGI application that runs in a thread, while the
@@ -86,12 +86,13 @@ class MetricsResource(_Page):
         """Answer with all metrics."""
         accept = (request.getHeader(b"accept") or b"").decode("latin-1")
         encode, content_type = choose_encoder(_OPENMETRICS if _OPENMETRICS in accept else "")
-        return self._answer(request, content_type, encode(self._registry))
+        return self.answer(request, content_type, encode(self._registry))
 
 
-class StateResource(_Page):
+class StateResource(Page):
     """Everything that goes on, for people.
 
+    :param vram: what is known of the card's memory; ``None``: nobody can tell.
     :param wall: seconds since the epoch; the clock's own zero is nobody's business.
     """
 
@@ -105,9 +106,11 @@ class StateResource(_Page):
         recorder: StateRecorder,
         metrics: Metrics | None = None,
         *,
+        vram: Callable[[], dict[str, Any] | None] | None = None,
         wall: Callable[[], float] = time.time,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._vram = vram
         self._arbiter = arbiter
         self._card = card
         self._engines = engines
@@ -120,7 +123,7 @@ class StateResource(_Page):
 
     def render_GET(self, request: Any) -> bytes:
         """Answer with the state as JSON."""
-        return self._answer_json(request, self.state(), indent=2)
+        return self.answer_json(request, self.state(), indent=2)
 
     def state(self) -> dict[str, Any]:
         """The page's content."""
@@ -152,6 +155,7 @@ class StateResource(_Page):
             "switching": card.switching(),
             "job": here.get("job"),
             "engines": engines,
+            "vram": self._vram() if self._vram is not None else None,
             "degraded": [
                 {
                     "engine": interval.culprit,
@@ -234,16 +238,20 @@ def make_status_tree(
     metrics: Metrics,
     *,
     short_forms: bool,
+    vram: Callable[[], dict[str, Any] | None] | None = None,
     wall: Callable[[], float] = time.time,
 ) -> dict[bytes, Resource]:
     """The pages by their exact paths.
 
     :param short_forms: also ``/healthz`` and ``/metrics``, for listeners whose engine does not own these paths.
+    :param vram: as for :class:`StateResource`.
     """
     health = HealthResource(arbiter)
     numbers = MetricsResource(metrics.registry)
     recorder = StateRecorder(arbiter)
-    state = StateResource(arbiter, card, engines, clock, version, recorder, metrics, wall=wall)
+    state = StateResource(
+        arbiter, card, engines, clock, version, recorder, metrics, vram=vram, wall=wall
+    )
     tree: dict[bytes, Resource] = {
         b"/turnstile/healthz": health,
         b"/turnstile/metrics": numbers,
@@ -258,6 +266,7 @@ def make_status_tree(
 __all__ = [
     "HealthResource",
     "MetricsResource",
+    "Page",
     "StateRecorder",
     "StateResource",
     "make_status_tree",

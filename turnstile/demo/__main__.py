@@ -39,8 +39,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     """The demo's own options."""
     parser = argparse.ArgumentParser(
         prog="script/demo",
-        description="A simulated 16 GiB card with Ollama and ComfyUI on it, and turnstile in front: chats stream,"
+        description="A simulated 16 GiB card with engines on it, and turnstile in front: chats stream,"
         " image jobs come in, and the terminal shows what the card does, until Ctrl-C.",
+    )
+    parser.add_argument(
+        "--engines",
+        type=_engines,
+        default=("ollama", "comfyui"),
+        help="which engines, with commas between: ollama, llama, comfy, sd (default: ollama,comfy)",
     )
     parser.add_argument(
         "--once",
@@ -50,12 +56,18 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--speed", type=float, default=1.0, help="how fast simulated time goes (default 1)"
     )
-    parser.add_argument(
-        "--ollama-port", type=int, default=0, help="turnstile's port for chats (default: any)"
-    )
-    parser.add_argument(
-        "--comfy-port", type=int, default=0, help="turnstile's port for images (default: any)"
-    )
+    for option, what in (
+        ("ollama", "Ollama"),
+        ("llama", "llama.cpp"),
+        ("comfy", "ComfyUI"),
+        ("sd", "sd-server"),
+    ):
+        parser.add_argument(
+            f"--{option}-port",
+            type=int,
+            default=0,
+            help=f"turnstile's port for clients of {what} (default: any)",
+        )
     parser.add_argument(
         "--quiet", action="store_true", help="no traffic of its own: try your clients on it"
     )
@@ -63,6 +75,28 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     if not 0.01 <= options.speed <= 1000:
         parser.error("--speed must be between 0.01 and 1000")
     return options
+
+
+#: What people call the engines.
+_NAMES = {
+    "ollama": "ollama",
+    "llama": "llamacpp",
+    "llamacpp": "llamacpp",
+    "llama.cpp": "llamacpp",
+    "comfy": "comfyui",
+    "comfyui": "comfyui",
+    "sd": "sd",
+    "sd-server": "sd",
+}
+
+
+def _engines(text: str) -> tuple[str, ...]:
+    """The engines that a list names."""
+    names = [name.strip().lower() for name in text.split(",")]
+    unknown = [name for name in names if name not in _NAMES]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"no such engine: {', '.join(unknown)}")
+    return tuple(_NAMES[name] for name in names)
 
 
 def main() -> None:
@@ -112,15 +146,23 @@ def _fire(d: Deferred[None]) -> None:
 
 
 async def _start(reactor: Any, options: argparse.Namespace) -> Stage:
-    stage = Stage(reactor, options.speed, options.ollama_port, options.comfy_port)
+    ports = {
+        "ollama": options.ollama_port,
+        "llamacpp": options.llama_port,
+        "comfyui": options.comfy_port,
+        "sd": options.sd_port,
+    }
+    stage = Stage(reactor, options.speed, options.engines, ports)
     await stage.start()
-    print(
-        f"Ollama  through turnstile: {stage.ollama_url}   (the engine itself: {stage.host.ollama.url})"
-    )
-    print(
-        f"ComfyUI through turnstile: {stage.comfy_url}   (the engine itself: {stage.host.comfy.url})"
-    )
-    print(f"state:                     {stage.ollama_url}/turnstile/state\n", flush=True)
+    titles = stage.titles
+    width = max(map(len, titles.values()))
+    for name in stage.engines:
+        itself = "the engine itself" if name != "sd" else "the engine itself, while it runs"
+        print(
+            f"{titles[name]:{width}} through turnstile: {stage.url(name)}   ({itself}: {stage.engine_url(name)})"
+        )
+    state = f"{stage.url(stage.engines[0])}/turnstile/state"
+    print(f"{'state:':{width + len(' through turnstile:')}} {state}\n", flush=True)
     return stage
 
 

@@ -14,9 +14,8 @@ from twisted.python.failure import Failure
 
 from turnstile.demo.stage import Stage
 from turnstile.sim.card import GIB
-from turnstile.sim.graphs import image_graph
 
-_COLOURS = {"ollama": "36", "comfyui": "35"}
+_COLOURS = {"ollama": "36", "llamacpp": "34", "comfyui": "35", "sd": "33"}
 _BAR = 48
 _PIECES = re.compile(r"\x1b\[[0-9;]*m|.", re.DOTALL)
 
@@ -45,10 +44,10 @@ class Traffic:
         self._stopped = False
 
     def start(self) -> None:
-        # As ComfyUI's page does; its events are where turnstile learns how far a job is.
-        self._go(self._stage.events("demo", lambda event: None))
-        self._go(self._every(1.0, 5.0, self._chat))
-        self._go(self._every(5.0, 14.0, self._image))
+        if self._stage.chats:
+            self._go(self._every(1.0, 5.0, self._chat))
+        if self._stage.images:
+            self._go(self._every(5.0, 14.0, self._image))
 
     def stop(self) -> None:
         self._stopped = True
@@ -80,18 +79,26 @@ class Traffic:
                 first.append(self._stage.reactor.seconds() - began)
 
         tokens = self._rng.randint(10, 80)
-        await self._stage.chat("tell me something", tokens, word)
+        chats = self._rng.choice(self._stage.chats)
+        await chats.chat("tell me something", tokens, word)
         self.done["chats"] += 1
-        self.last.append(f"chat answered: {tokens} tokens, the first after {first[0]:.1f} s")
+        took = f"{tokens} tokens, the first after {first[0]:.1f} s"
+        self.last.append(f"{chats.title}: chat answered: {took}")
 
     async def _image(self) -> None:
         began = self._stage.reactor.seconds()
-        prompt_id = await self._stage.post_prompt(
-            image_graph(steps=self._rng.randint(6, 20)), "demo"
-        )
-        waited = self._stage.reactor.seconds() - began
-        self.done["images"] += 1
-        self.last.append(f"image job {prompt_id[:8]} started after {waited:.1f} s")
+        images = self._rng.choice(self._stage.images)
+        drawing = await images.draw(self._rng.randint(6, 20), lambda step: None)
+        try:
+            what = await drawing.accepted
+            waited = self._stage.reactor.seconds() - began
+            self.last.append(f"{images.title}: {what} after {waited:.1f} s")
+            await drawing.drawn
+            size = len(await drawing.image())
+            self.done["images"] += 1
+            self.last.append(f"{images.title}: an image of {size} bytes")
+        finally:
+            drawing.cancel()
 
 
 class Show:

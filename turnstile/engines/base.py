@@ -20,6 +20,8 @@ class Admission(enum.Enum):
     LEASE = "lease"
     #: It needs a lease unless its (small) body shows that it only unloads a model.
     PEEK = "peek"
+    #: The engine does not run, and the request must not start it.
+    ABSENT = "absent"
 
 
 class Engine(Protocol):
@@ -36,8 +38,8 @@ class Engine(Protocol):
         """Look at the engine once; fires when the first look is over, well or badly, within PROBE_TIMEOUT."""
         ...
 
-    def stop(self) -> None:
-        """End everything that runs in the background."""
+    def stop(self) -> Deferred[None] | None:
+        """End everything that runs in the background; a Deferred fires when a process that it has is gone."""
         ...
 
     def snapshot(self) -> dict[str, Any]:

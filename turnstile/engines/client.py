@@ -8,23 +8,33 @@ is ever sent a second time.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from hyperlink import EncodedURL
 from twisted.internet import error
+from twisted.internet.abstract import isIPAddress, isIPv6Address
 from twisted.internet.defer import Deferred, maybeDeferred, succeed
+from twisted.internet.endpoints import (
+    HostnameEndpoint,
+    TCP4ClientEndpoint,
+    TCP6ClientEndpoint,
+    wrapClientTLS,
+)
 from twisted.internet.interfaces import IReactorTime
 from twisted.internet.protocol import Protocol as TwistedProtocol
 from twisted.internet.protocol import connectionDone
 from twisted.python.failure import Failure
 from twisted.web.client import (
+    URI,
     Agent,
     BrowserLikePolicyForHTTPS,
     HTTPConnectionPool,
     ResponseDone,
 )
 from twisted.web.http import PotentialDataLoss
+from twisted.web.iweb import IAgentEndpointFactory
+from zope.interface import implementer
 
 #: The most bytes of an answer that are read. A queue holds every job's whole graph, so this is generous.
 BODY_LIMIT = 64 * 1024 * 1024
@@ -34,6 +44,9 @@ MARK_FIELD = "X-Turnstile-Call"
 
 #: Seconds an idle connection is kept; below the 75 s after which aiohttp servers close theirs.
 IDLE_TIMEOUT = 15.0
+
+#: Seconds between the addresses of a name that are tried.
+ATTEMPT_DELAY = 0.05
 
 
 class ClientError(Exception):
@@ -121,6 +134,7 @@ class JsonClient:
     :param base_url: the engine's address, without a slash at its end.
     :param pool: the connection pool that :meth:`close` empties.
     :param mark: sent with every call, so that one which comes back to its sender is known there.
+    :param headers: sent with every call too (an API key).
     """
 
     def __init__(
@@ -132,8 +146,9 @@ class JsonClient:
         pool: HTTPConnectionPool | None = None,
         limit: int = BODY_LIMIT,
         mark: str = "",
+        headers: Mapping[str, str] | None = None,
     ) -> None:
-        self._mark = {MARK_FIELD: mark} if mark else {}
+        self._headers = {**(headers or {}), **({MARK_FIELD: mark} if mark else {})}
         self._http = http
         self._clock = clock
         self.base_url = base_url.rstrip("/")
@@ -152,6 +167,17 @@ class JsonClient:
         """The body of the 2xx answer to a POST."""
         return self._call("POST", path, json.dumps(payload).encode(), timeout, bytes)
 
+    def delete(self, path: str, timeout: float) -> Deferred[bytes]:
+        """The body of the 2xx answer to a DELETE."""
+        return self._call("DELETE", path, None, timeout, bytes)
+
+    def open(self, path: str, timeout: float) -> Deferred[Any]:
+        """The 2xx answer to a GET, once its head is there; who asked takes the body, which may never end.
+
+        :param timeout: seconds until the head must have come.
+        """
+        return self._bounded(lambda: self._request("GET", path, None, self._check), timeout)
+
     def close(self) -> Deferred[None]:
         """Close the idle connections."""
         if self._pool is None:
@@ -167,6 +193,12 @@ class JsonClient:
         timeout: float,
         convert: Callable[[bytes], Any],
     ) -> Deferred[Any]:
+        def begin() -> Deferred[Any]:
+            return self._request(method, path, data, self._read).addCallback(convert)
+
+        return self._bounded(begin, timeout)
+
+    def _bounded(self, begin: Callable[[], Deferred[Any]], timeout: float) -> Deferred[Any]:
         # The caller's Deferred is apart from the work: a cancelled or expired call must end at once and with its own
         # error, whatever the layers below make of being cancelled.
         open_ = True
@@ -192,12 +224,14 @@ class JsonClient:
 
         outer: Deferred[Any] = Deferred(give_up)
         expiry = self._clock.callLater(max(timeout, 0.0), expire)
-        work = maybeDeferred(self._exchange, method, path, data)
-        work.addCallback(convert).addErrback(_translate).addBoth(finish)
+        work = maybeDeferred(begin)
+        work.addErrback(_translate).addBoth(finish)
         return outer
 
-    def _exchange(self, method: str, path: str, data: bytes | None) -> Deferred[bytes]:
-        headers = dict(self._mark)
+    def _request(
+        self, method: str, path: str, data: bytes | None, take: Callable[[Any], Any]
+    ) -> Deferred[Any]:
+        headers = dict(self._headers)
         if data is not None:
             headers["Content-Type"] = "application/json"
         url = self.base_url + path
@@ -210,7 +244,10 @@ class JsonClient:
             allow_redirects=False,
             unbuffered=True,
         )
-        return d.addCallback(self._read)
+        return d.addCallback(take)
+
+    def _check(self, response: Any) -> Any:
+        return response if 200 <= response.code < 300 else self._read(response)
 
     def _read(self, response: Any) -> Deferred[bytes]:
         collector = _Collector(self._limit)
@@ -247,6 +284,36 @@ def _translate(failure: Failure) -> Failure:
     return Failure(Broken(type(value).__name__))
 
 
+@implementer(IAgentEndpointFactory)
+class _Endpoints:
+    """Connections that fail at once where nobody listens.
+
+    twisted's own take their time (0.3 s) to find out that an address was the only one, which every look at an engine
+    that is not there would cost.
+    """
+
+    def __init__(self, reactor: Any, policy: Any, timeout: float) -> None:
+        self._reactor = reactor
+        self._policy = policy
+        self._timeout = timeout
+
+    def endpointForURI(self, uri: URI) -> Any:
+        """Called by the agent."""
+        host = uri.host.decode("ascii").strip("[]")
+        endpoint: Any
+        if isIPAddress(host):
+            endpoint = TCP4ClientEndpoint(self._reactor, host, uri.port, self._timeout)
+        elif isIPv6Address(host):
+            endpoint = TCP6ClientEndpoint(self._reactor, host, uri.port, self._timeout)
+        else:
+            endpoint = HostnameEndpoint(
+                self._reactor, host, uri.port, self._timeout, attemptDelay=ATTEMPT_DELAY
+            )
+        if uri.scheme == b"https":
+            return wrapClientTLS(self._policy.creatorForNetloc(uri.host, uri.port), endpoint)
+        return endpoint
+
+
 def make_client(
     reactor: Any,
     upstream: Target,
@@ -254,10 +321,13 @@ def make_client(
     connect_timeout: float,
     context_factory: Any = None,
     mark: str = "",
+    headers: Mapping[str, str] | None = None,
 ) -> JsonClient:
     """A client for one upstream, with a few connections of its own that are kept alive.
 
     :param context_factory: an ``IPolicyForHTTPS``; by default the platform's certificate authorities.
+    :param mark: see :class:`JsonClient`.
+    :param headers: see :class:`JsonClient`.
     """
     from treq.client import HTTPClient
 
@@ -266,8 +336,11 @@ def make_client(
     pool.maxPersistentPerHost = 4
     pool.cachedConnectionTimeout = IDLE_TIMEOUT  # type: ignore[assignment]
     policy = BrowserLikePolicyForHTTPS() if context_factory is None else context_factory
-    agent = Agent(reactor, policy, connectTimeout=connect_timeout, pool=pool)
-    return JsonClient(HTTPClient(agent), reactor, upstream.url, pool=pool, mark=mark)
+    endpoints = _Endpoints(reactor, policy, connect_timeout)
+    agent = Agent.usingEndpointFactory(reactor, endpoints, pool)
+    return JsonClient(
+        HTTPClient(agent), reactor, upstream.url, pool=pool, mark=mark, headers=headers
+    )
 
 
 __all__ = [

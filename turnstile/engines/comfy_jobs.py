@@ -10,13 +10,13 @@ from __future__ import annotations
 import enum
 import json
 import re
-import zlib
 from collections.abc import Iterable
 from typing import Any
 
 import attrs
 
 from turnstile.arbiter import Lease
+from turnstile.engines.answers import decode_body
 from turnstile.engines.client import BadAnswer
 
 
@@ -250,7 +250,6 @@ def judge(job: Job, view: QueueView, history: Outcome | None) -> Outcome | None:
 
 #: The first key of ComfyUI's answer, so that a cut one still tells; anywhere else it might be somebody's node data.
 _FIRST_KEY = re.compile(rb'\s*\{\s*"prompt_id"\s*:\s*("(?:[^"\\\x00-\x1f]|\\.)*")')
-_CODINGS = {b"gzip": 47, b"x-gzip": 47, b"deflate": zlib.MAX_WBITS}
 
 
 def find_prompt_id(
@@ -262,13 +261,10 @@ def find_prompt_id(
     :param complete: whether that is all of it.
     :param limit: the most bytes that are decoded.
     """
-    coding = b",".join(v for k, v in headers if k.lower() == b"content-encoding").strip().lower()
-    if coding and coding != b"identity":
-        decoded = _decode(coding, body, limit)
-        if decoded is None:
-            return None
-        body, whole = decoded
-        complete = complete and whole
+    decoded = decode_body(headers, body, complete, limit)
+    if decoded is None:
+        return None
+    body, complete = decoded
     if complete:
         try:
             answer = json.loads(body)
@@ -282,21 +278,6 @@ def find_prompt_id(
         except ValueError:
             return None
     return found if isinstance(found, str) else None
-
-
-def _decode(coding: bytes, body: bytes, limit: int) -> tuple[bytes, bool] | None:
-    """At most ``limit`` bytes, and whether that is all."""
-    wbits = _CODINGS.get(coding)
-    if wbits is None:
-        return None
-    for bits in (wbits, -zlib.MAX_WBITS) if coding == b"deflate" else (wbits,):
-        decoder = zlib.decompressobj(bits)
-        try:
-            data = decoder.decompress(body, limit)
-        except zlib.error:
-            continue
-        return data, decoder.eof
-    return None
 
 
 # -- events --------------------------------------------------------------------------------------------------------

@@ -247,7 +247,8 @@ class ProxyChannel(Protocol):
             site.channel_gone(self)
             return True
         self._framing = head.framing()
-        exchange = self.exchange = Exchange(self, head, site.resource)
+        resource = site.resource if site.route is None else site.route(head)
+        exchange = self.exchange = Exchange(self, head, resource)
         if self._framing.done:
             self._framing = None
             self._buffer = rest
@@ -256,7 +257,7 @@ class ProxyChannel(Protocol):
             self._read_body(rest)
         if self.exchange is exchange:
             # What the first segment brought is known to be well framed; only now may anything go out.
-            site.resource.render(exchange)
+            resource.render(exchange)
         return False
 
     def _serve_page(self, head: RequestHead, rest: bytes) -> None:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from http import HTTPStatus
+from typing import Any
 
 #: OpenAI's error types by status; others are "server_error" or "invalid_request_error".
 _OPENAI_TYPES = {429: "rate_limit_error", 503: "service_unavailable"}
 
 
-def error_body(status: int, message: str, target: bytes) -> bytes:
-    """The body of an error: Ollama's ``{"error": "text"}``, on ``/v1/`` paths OpenAI's error object."""
+def error_body(
+    status: int, message: str, target: bytes, details: Mapping[str, Any] | None = None
+) -> bytes:
+    """The body of an error: Ollama's ``{"error": "text"}``, on ``/v1/`` paths OpenAI's error object.
+
+    :param details: further members of the JSON object.
+    """
     if target.lstrip(b"/").startswith(b"v1/"):
         kind = _OPENAI_TYPES.get(
             status, "server_error" if status >= 500 else "invalid_request_error"
@@ -18,7 +25,7 @@ def error_body(status: int, message: str, target: bytes) -> bytes:
         error: object = {"message": message, "type": kind, "param": None, "code": None}
     else:
         error = message
-    return json.dumps({"error": error}).encode()
+    return json.dumps({"error": error, **(details or {})}).encode()
 
 
 def reason_phrase(status: int) -> bytes:
@@ -38,14 +45,16 @@ def error_response(
     retry_after: int | None = None,
     head_only: bool = False,
     allow: bytes | None = None,
+    details: Mapping[str, Any] | None = None,
 ) -> bytes:
     """A whole error response, head and body.
 
     :param retry_after: seconds for Retry-After.
     :param head_only: leave the body out (the answer to HEAD).
     :param allow: the methods that there are (the answer 405).
+    :param details: further members of the JSON object.
     """
-    body = error_body(status, message, target)
+    body = error_body(status, message, target, details)
     lines = [
         b"HTTP/1.1 %d %s" % (status, reason_phrase(status)),
         b"Content-Type: application/json",

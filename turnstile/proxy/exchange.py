@@ -219,6 +219,9 @@ class Exchange:
         if admission is Admission.PASS:
             self._connect()
             return
+        if admission is Admission.ABSENT:
+            self._absent()
+            return
         if admission is Admission.PEEK and self._may_peek():
             self._peeking = True
             if self._complete:
@@ -271,6 +274,15 @@ class Exchange:
 
     def _entered(self, _: object) -> None:
         self._held = True
+        gate = self._gate
+        if gate is not None and gate.prepares:
+            d = gate.prepare()
+            if d is not None:
+                self._wait(d, self._prepared, self._not_entered)
+                return
+        self._connect()
+
+    def _prepared(self, _: object) -> None:
         self._connect()
 
     def _not_entered(self, failure: Failure) -> None:
@@ -282,6 +294,10 @@ class Exchange:
 
     def _busy(self, busy: Busy) -> None:
         self._fail(busy.status, busy.message, retry_after=busy.retry_after)
+
+    def _absent(self) -> None:
+        message, details = self._resource.policy.absent()
+        self._fail(503, message, details=details)
 
     # -- connection -------------------------------------------------------------------------------------------
 
@@ -315,6 +331,9 @@ class Exchange:
         self._pending = None
         if self._gate is not None and not self._held:
             self._guarded(self._admit)
+        elif self._resource.policy.admission(self.method, self.uri) is Admission.ABSENT:
+            # It was there when the request came.
+            self._guarded(self._absent)
         else:
             self._guarded(self._connect)
 
@@ -501,7 +520,13 @@ class Exchange:
         self._fail(503, "turnstile is shutting down", retry_after=self._resource.policy.retry_after)
         return told
 
-    def _fail(self, status: int, message: str, retry_after: int | None = None) -> None:
+    def _fail(
+        self,
+        status: int,
+        message: str,
+        retry_after: int | None = None,
+        details: dict[str, Any] | None = None,
+    ) -> None:
         """Answer with an error of our own, or cut the answer that has begun."""
         self._cancel_pending()
         self._drop_upstream()
@@ -529,6 +554,7 @@ class Exchange:
                 keep_alive=keep_alive,
                 retry_after=retry_after,
                 head_only=request.method == b"HEAD",
+                details=details,
             )
         )
         channel.finished(keep_alive)

@@ -26,10 +26,10 @@ class Ending(enum.Enum):
 class Busy(Exception):
     """The card cannot be had: the answer for the client.
 
-    :ivar retry_after: seconds for Retry-After.
+    :ivar retry_after: seconds for Retry-After; ``None``: none is sent.
     """
 
-    def __init__(self, message: str, status: int, retry_after: int) -> None:
+    def __init__(self, message: str, status: int, retry_after: int | None) -> None:
         super().__init__(message)
         self.message = message
         self.status = status
@@ -39,7 +39,7 @@ class Busy(Exception):
 class Gate(Protocol):
     """One request's claim on the card. The order of calls is
 
-    ``enter`` -> (connect) -> ``room`` -> ``forwarding`` -> ``answered``/``captured``… -> ``end``,
+    ``enter`` -> ``prepare`` -> (connect) -> ``room`` -> ``forwarding`` -> ``answered``/``captured``… -> ``end``,
 
     with ``leave`` and another ``enter`` where the upstream could not be reached. ``end`` is called exactly once, last,
     whatever happened.
@@ -49,9 +49,15 @@ class Gate(Protocol):
     capture: int
     #: Once its body is sent the request is carried through even if the client leaves.
     detached: bool
+    #: Whether :meth:`prepare` has anything to do.
+    prepares: bool
 
     def enter(self) -> Deferred[None] | None:
         """Get a lease; ``None`` if it was had at once. Cancellable. Fails with :class:`Busy`."""
+        ...
+
+    def prepare(self) -> Deferred[None] | None:
+        """Have the upstream run; ``None`` if nothing is to be done. Cancellable. Fails with :class:`Busy`."""
         ...
 
     def leave(self) -> None:

@@ -42,6 +42,10 @@ class Policy(Protocol):
         """Whether a request that was admitted to be looked into only unloads a model."""
         ...
 
+    def absent(self) -> tuple[str, dict[str, Any]]:
+        """Why a request is refused that was found to need an engine that does not run, in words and as JSON members."""
+        ...
+
     def open_gate(self, head: RequestHead, client: str) -> Gate:
         """A gate for a request that needs the card."""
         ...

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from twisted.internet.defer import Deferred, succeed
@@ -26,9 +26,11 @@ LAST_WORDS = 0.5
 
 
 class ProxySite(Factory):
-    """Serves one engine's clients.
+    """Serves one engine's clients, or those of several behind one port.
 
     :param resource: the engine.
+    :param route: which engine a request is for, where there are several; ``None``: all are for ``resource``.
+    :param others: those that ``route`` may name beside ``resource``.
     :param pages: our own pages by their exact path; they take precedence over the engine's.
     :param marks: what requests of our own carry; one that comes in here would go round for ever, and is refused.
     :param on_loop: told of the mark of such a request.
@@ -48,8 +50,12 @@ class ProxySite(Factory):
         on_relays: Any = None,
         marks: tuple[bytes, ...] = (),
         on_loop: Callable[[bytes], None] | None = None,
+        route: Callable[[RequestHead], EngineResource] | None = None,
+        others: Iterable[EngineResource] = (),
     ) -> None:
         self.resource = resource
+        self.route = route
+        self.resources = (resource, *others)
         self.pages = pages
         self.clock = clock
         self.vigil = vigil
@@ -63,7 +69,8 @@ class ProxySite(Factory):
         #: Set once the listener is being closed.
         self.stopping = False
         self._drained: Deferred[None] | None = None
-        resource.carried_through = self._check_drained
+        for each in self.resources:
+            each.carried_through = self._check_drained
 
     def buildProtocol(self, addr: IAddress | None) -> ProxyChannel:
         return ProxyChannel(self)
@@ -166,7 +173,9 @@ class ProxySite(Factory):
             drained.callback(None)
 
     def _is_empty(self) -> bool:
-        return not self.channels and not self.relays and not self.resource.carried
+        if self.channels or self.relays:
+            return False
+        return not any(resource.carried for resource in self.resources)
 
     def drain(self) -> Deferred[None]:
         """Refuse what waits, let answers in progress finish, close the rest; fires when all connections are gone."""
@@ -192,5 +201,6 @@ class ProxySite(Factory):
                 self._last_words = self.clock.callLater(LAST_WORDS, self.abort)
             if channel.transport is not None and not told:
                 channel.transport.abortConnection()
-        for exchange in tuple(self.resource.carried):
-            exchange.stop(now=True)
+        for resource in self.resources:
+            for exchange in tuple(resource.carried):
+                exchange.stop(now=True)

@@ -125,6 +125,12 @@ class Faults:
         """Behave from now on."""
         self.rules.clear()
 
+    def spend(self, switch: str) -> bool:
+        """Whether the named switch (see `take`) is on, counted as used."""
+        struck, left = take(getattr(self, switch))
+        setattr(self, switch, left)
+        return struck
+
     def pick(self, method: str, target: bytes) -> Rule | None:
         """The rule that strikes this request, counted as used."""
         if not self.rules:

@@ -13,7 +13,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from twisted.internet.defer import Deferred
-from twisted.internet.interfaces import IProtocol, IPushProducer
+from twisted.internet.interfaces import IDelayedCall, IProtocol, IPushProducer
 from twisted.internet.protocol import Protocol, connectionDone
 from twisted.python.failure import Failure
 from zope.interface import implementer
@@ -95,6 +95,8 @@ class Connection(Protocol):
         self._drain_waiters: list[Deferred[None]] = []
         self._parsing = False
         self._reading_paused = False
+        self._served = 0
+        self._idle_call: IDelayedCall | None = None
 
     # -- the transport's side
 
@@ -102,8 +104,10 @@ class Connection(Protocol):
         self.transport.setTcpNoDelay(True)
         self.transport.registerProducer(self, True)
         self.server.connections.add(self)
+        self._idle()
 
     def dataReceived(self, data: bytes) -> None:
+        self._busy()
         if self.delegate is not None:
             self.delegate.dataReceived(data)
             return
@@ -111,6 +115,7 @@ class Connection(Protocol):
         self._parse()
 
     def connectionLost(self, reason: Failure = connectionDone) -> None:
+        self._busy()
         self._die()
         if self.delegate is not None:
             self.delegate.connectionLost(reason)
@@ -196,6 +201,24 @@ class Connection(Protocol):
         self.resume_reading()
         if self._buffer:
             self._parse()
+        if self._exchange is None and not self.dead:
+            self._idle()
+
+    def _idle(self) -> None:
+        """No request is under way; a server that does not wait for ever hangs up."""
+        if self.server.keep_alive_timeout is not None and self._idle_call is None:
+            self._idle_call = self.server.clock.callLater(
+                self.server.keep_alive_timeout, self._hang_up
+            )
+
+    def _busy(self) -> None:
+        call, self._idle_call = self._idle_call, None
+        if call is not None and call.active():
+            call.cancel()
+
+    def _hang_up(self) -> None:
+        self._idle_call = None
+        self.drop(rst=False)
 
     def _die(self) -> None:
         if self.dead:
@@ -286,6 +309,10 @@ class Connection(Protocol):
         self.keep_alive = b"close" not in connection and (
             version == b"HTTP/1.1" or b"keep-alive" in connection
         )
+        self._busy()
+        self._served += 1
+        if self._served == server.keep_alive_max:
+            self.keep_alive = False
         exchange = Exchange(self, record, head, version)
         self._exchange = exchange
         self._left = int(length)

@@ -188,6 +188,7 @@ class OpenAiChat(Format):
 
     stream_type = b"text/event-stream"
     kind = "chat.completion"
+    fingerprint = "fp_ollama"
 
     def _shape(self, choice: dict[str, Any], chunk: bool) -> dict[str, Any]:
         return {
@@ -195,7 +196,7 @@ class OpenAiChat(Format):
             "object": self.kind + (".chunk" if chunk and self.kind == "chat.completion" else ""),
             "created": int(self.now),
             "model": self.model,
-            "system_fingerprint": "fp_ollama",
+            "system_fingerprint": self.fingerprint,
             "choices": [{"index": 0, **choice}],
         }
 

@@ -51,11 +51,15 @@ class _Factory(Factory):
 class EngineSim:
     """A simulated engine: subclasses say what it answers and what dies with it.
 
-    Durations are simulated seconds; one takes ``1 / speed`` real ones.
+    Durations are simulated seconds; one takes ``1 / speed`` real ones.  ``keep_alive_timeout`` is
+    how many *real* seconds an idle connection is kept (None: for ever), since clients that reuse
+    connections count real ones; ``keep_alive_max`` is how many requests one connection may carry.
     """
 
     owner = "engine"
     eager_continue = False
+    keep_alive_timeout: float | None = None
+    keep_alive_max: int | None = None
     faults: Faults
 
     def __init__(
@@ -87,6 +91,10 @@ class EngineSim:
 
     def boot(self) -> None:
         """The process starts."""
+
+    def release_card(self) -> None:
+        """The driver takes back what a dead process held."""
+        self.card.release(self.owner)
 
     def real(self, seconds: float) -> float:
         """Simulated seconds as real ones."""
@@ -242,7 +250,7 @@ class EngineSim:
         while self._tasks:
             self._tasks.pop().cancel()
         self.reset()
-        self.card.release(self.owner)
+        self.release_card()
         await stopped
         for connection_lost in lost:
             if not connection_lost.called:
