@@ -59,11 +59,11 @@ class Report:
         print(f"\n{text}\n{'-' * len(text)}", flush=True)
 
     def line(self, label: str, *values: str) -> None:
-        print(f"  {label:<40}" + "  ".join(values), flush=True)
+        print(f"  {label:<44}" + "  ".join(values), flush=True)
 
     def demand(self, label: str, met: bool, figure: str, wanted: str) -> None:
         verdict = "ok" if met else "MISSED"
-        print(f"  {label:<40}{figure:<28} {wanted:<22} {verdict}", flush=True)
+        print(f"  {label:<44}{figure:<28} {wanted:<22} {verdict}", flush=True)
         if not met:
             self.missed.append(f"{label}: {figure}, wanted {wanted}")
 
