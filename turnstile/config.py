@@ -28,6 +28,8 @@ from turnstile.addresses import (
 )
 from turnstile.durations import format_duration, parse_duration
 from turnstile.envfile import format_env_file, parse_env_file
+from turnstile.gpushare.errors import SegmentError
+from turnstile.gpushare.shm import check_key
 
 __all__ = [
     "DEFAULT_FILE",
@@ -53,11 +55,11 @@ RESERVED = frozenset(
     # the updater
     "AUTO_UPDATE UPDATE_INTERVAL UPDATE_REPO UPDATE_ASSET "
     # GPU-share
-    "SD_WEIGHT STADI_SD_WEIGHT STADI_LLM_WEIGHT GPU_KEY "
-    "GPU_SHARE GPU_SHARE_WEIGHT GPU_SHARE_NAME GPU_SHARE_GROUP WEIGHT".split()
+    "STADI_LLM_WEIGHT GPU_SHARE GPU_SHARE_WEIGHT GPU_SHARE_NAME GPU_SHARE_GROUP WEIGHT".split()
 )
-#: Of those, what will have no effect later either: turnstile starts no chat engine that could be given a share.
-_DROPPED = frozenset({"STADI_LLM_WEIGHT"})
+#: Of those, what will have no effect later either: turnstile itself has no share, and starts no chat engine that could
+#: be given one.
+_DROPPED = frozenset(key for key in RESERVED if not key.startswith(("AUTO_UPDATE", "UPDATE_")))
 #: Of those, names so common that their presence in the environment means nothing.
 _COMMON_NAMES = frozenset({"WEIGHT"})
 #: Read from the environment, wherever that is sensible at all.
@@ -165,6 +167,18 @@ def _number(smallest: float, largest: float) -> Kind:
 
 def _listen(bare_host: str = "") -> Kind:
     return Kind(lambda text: parse_listen(text, bare_host), str, "ADDRESS")
+
+
+def _parse_gpu_key(text: str) -> str:
+    if text.isdecimal() or text.lower() in ("auto", "none", "cpu"):
+        raise ValueError(
+            f"{text!r} is no key: those of this system's cards are what turnstile-peers shows"
+        )
+    try:
+        check_key(text)
+    except SegmentError as error:
+        raise ValueError(str(error)) from None
+    return text
 
 
 _BOOLEAN = Kind(_parse_boolean, lambda value: "true" if value else "false", "true|false")
@@ -456,6 +470,12 @@ class Config:
         _TEXT,
         "",
         "The card, where there are several: its index, UUID or PCI address; empty: the first.",
+    )
+    gpu_key: str | None = _setting(
+        "GPU_KEY",
+        Kind(_parse_gpu_key, str, "KEY"),
+        "",
+        "The card whose GPU-share peers are shown, by the key that they agree on; empty: all cards that have some.",
     )
     vram_wait: float = _setting(
         "VRAM_WAIT",
