@@ -7,7 +7,7 @@
             with peer.step(sync=torch.cuda.synchronize):
                 model_step()
 
-Needs nothing but the standard library, and imports in a few milliseconds. Peers of opencoti-llamafile's own make
+Needs nothing but the standard library, and imports in milliseconds. Peers of opencoti-llamafile's own make
 share the same registry.
 """
 
