@@ -514,16 +514,31 @@ def test_backoff_bounds():
     assert "BACKOFF_MAX (1s) is less" in refused({"backoff-initial": "2s", "backoff-max": "1s"})
 
 
-def test_keys_of_later_features_start_with_a_notice(tmp_path):
+def test_keys_without_effect_start_with_a_notice(tmp_path):
     text = "".join(f"{key}=x\n" for key in sorted(c.RESERVED)) + "NO_COLOR=1\n"
     config = configure(text=text, tmp_path=tmp_path)
     assert len(config.notices) == len(c.RESERVED) + 1
-    assert f"{config.file}:1: {min(c.RESERVED)} has no effect yet" in config.notices
-    environ = {**OLLAMA, "GPU_KEY": "x", "WEIGHT": "2", "UPDATE_REPO": "", "STADI_LLM_WEIGHT": "3"}
+    assert f"{config.file}:1: {min(c.RESERVED)} has no effect" in config.notices
+    environ = {
+        **OLLAMA,
+        "WEIGHT": "2",
+        "UPDATE_REPO": "",
+        "STADI_LLM_WEIGHT": "3",
+        "GPU_SHARE_WEIGHT": "2",
+    }
     assert configure(environ=environ).notices == (
-        "environment variable GPU_KEY has no effect yet",
+        "environment variable GPU_SHARE_WEIGHT has no effect",
         "environment variable STADI_LLM_WEIGHT has no effect",
     )
+
+
+def test_the_key_of_a_card():
+    assert configure(environ={**OLLAMA, "GPU_KEY": "GPU-1"}).gpu_key == "GPU-1"
+    assert configure({"gpu-key": "metal-0"}).gpu_key == "metal-0"
+    assert configure({"gpu-key": ""}).gpu_key is None
+    # What turnstile-pace --gpu would look up.
+    for text in ("0", "auto", "none", "a/b", "x" * 300):
+        assert "key" in refused({"gpu-key": text})
 
 
 def test_reserved_keys_are_not_settings():

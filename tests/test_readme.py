@@ -9,6 +9,7 @@ from turnstile.arbiter import Arbiter, Kind, Tenant
 from turnstile.card import Card
 from turnstile.config import SETTINGS
 from turnstile.metrics import Metrics
+from turnstile.peers import Peers
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -46,7 +47,10 @@ def test_the_metrics_exist() -> None:
     clock = Clock()
     metrics.connect(Arbiter(clock), Card(clock))
     metrics.set_vram(used=1.0, total=2.0)
-    metrics.watch([Shown("sd", {"pid": 1, "starts": 1}), Shown("llamacpp", {"models": {"a": "loaded"}})])
+    metrics.watch(
+        [Shown("sd", {"pid": 1, "starts": 1}), Shown("llamacpp", {"models": {"a": "loaded"}})]
+    )
+    metrics.registry.register(Peers("nobody-has-this-card"))
     known = set()
     for family in metrics.registry.collect():
         known.add(family.name)

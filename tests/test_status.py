@@ -72,6 +72,7 @@ class World:
             "1.2.3",
             self.metrics,
             short_forms=short_forms,
+            gpu_share=lambda: {"gpu_key": "GPU-1", "self": None, "peers": []},
             wall=lambda: WALL + self.clock.seconds() - began,
         )
 
@@ -187,9 +188,23 @@ def test_odd_wishes_get_the_default(world: World, accept: str) -> None:
 
 
 def test_short_forms_only_where_the_engine_leaves_the_path() -> None:
-    long = {b"/turnstile/healthz", b"/turnstile/metrics", b"/turnstile/state"}
+    long = {
+        b"/turnstile/healthz",
+        b"/turnstile/metrics",
+        b"/turnstile/state",
+        b"/turnstile/gpu/peers",
+    }
     assert set(World(short_forms=False).tree) == long
-    assert set(World().tree) == long | {b"/healthz", b"/metrics"}
+    assert set(World().tree) == long | {b"/healthz", b"/metrics", b"/gpu/peers"}
+
+
+def test_who_shares_the_card_has_a_page_and_a_part_of_the_state(world: World) -> None:
+    shown = {"gpu_key": "GPU-1", "self": None, "peers": []}
+    for path in (b"/gpu/peers", b"/turnstile/gpu/peers"):
+        answer = world.get(path)
+        assert answer.code == 200 and json.loads(answer.body) == shown
+        assert answer.headers["content-type"] == "application/json"
+    assert world.state()["gpu_share"] == shown
 
 
 # -- state ------------------------------------------------------------------------------------------------------------

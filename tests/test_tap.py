@@ -81,6 +81,7 @@ def test_every_setting_is_an_option():
         "comfy": "http://b",
         "llama": "http://d",
         "update-repo": "https://forge/owner/name",
+        "gpu-key": "GPU-1",
     }
     commands = {"llama-stop-command": "x", "llama-start-command": "x", "sd-args": "x"}
     given = [f"--{name}={text}" for name, text in {"ollama": "http://c", **commands}.items()]

@@ -28,6 +28,8 @@ from turnstile.addresses import (
 )
 from turnstile.durations import format_duration, parse_duration
 from turnstile.envfile import format_env_file, parse_env_file
+from turnstile.gpushare.errors import SegmentError
+from turnstile.gpushare.shm import check_key
 from turnstile.update.release import Repository
 
 __all__ = [
@@ -49,14 +51,11 @@ __all__ = [
 DEFAULT_FILE = "/etc/turnstile/turnstile.env"
 FILE_VARIABLE = "GPU_TURNSTILE_CONFIG"
 
-#: Keys of features that are not built yet. A file that has them starts, with a notice.
+#: Keys that have no effect: turnstile itself has no share, and starts no chat engine that could be given one. A file
+#: that has them starts, with a notice.
 RESERVED = frozenset(
-    # GPU-share
-    "SD_WEIGHT STADI_SD_WEIGHT STADI_LLM_WEIGHT GPU_KEY "
-    "GPU_SHARE GPU_SHARE_WEIGHT GPU_SHARE_NAME GPU_SHARE_GROUP WEIGHT".split()
+    "STADI_LLM_WEIGHT GPU_SHARE GPU_SHARE_WEIGHT GPU_SHARE_NAME GPU_SHARE_GROUP WEIGHT".split()
 )
-#: Of those, what will have no effect later either: turnstile starts no chat engine that could be given a share.
-_DROPPED = frozenset({"STADI_LLM_WEIGHT"})
 #: Of those, names so common that their presence in the environment means nothing.
 _COMMON_NAMES = frozenset({"WEIGHT"})
 #: Read from the environment, wherever that is sensible at all.
@@ -164,6 +163,18 @@ def _number(smallest: float, largest: float) -> Kind:
 
 def _listen(bare_host: str = "") -> Kind:
     return Kind(lambda text: parse_listen(text, bare_host), str, "ADDRESS")
+
+
+def _parse_gpu_key(text: str) -> str:
+    if text.isdecimal() or text.lower() in ("auto", "none", "cpu"):
+        raise ValueError(
+            f"{text!r} is no key: those of this system's cards are what turnstile-peers shows"
+        )
+    try:
+        check_key(text)
+    except SegmentError as error:
+        raise ValueError(str(error)) from None
+    return text
 
 
 _BOOLEAN = Kind(_parse_boolean, lambda value: "true" if value else "false", "true|false")
@@ -457,6 +468,12 @@ class Config:
         "",
         "The card, where there are several: its index, UUID or PCI address; empty: the first.",
     )
+    gpu_key: str | None = _setting(
+        "GPU_KEY",
+        Kind(_parse_gpu_key, str, "KEY"),
+        "",
+        "The card whose GPU-share peers are shown, by the key that they agree on; empty: all cards that have some.",
+    )
     vram_wait: float = _setting(
         "VRAM_WAIT",
         _duration(smallest=0),
@@ -655,7 +672,7 @@ def _check_file(data: bytes, path: str) -> tuple[dict[str, tuple[int, str]], lis
         if setting is not None:
             values[setting.field] = (number, text)
         elif key in RESERVED:
-            notices.append(f"{path}:{number}: {key} has no effect{_yet(key)}")
+            notices.append(f"{path}:{number}: {key} has no effect")
         elif key in _ENVIRONMENT_ONLY:
             notices.append(
                 f"{path}:{number}: {key} has no effect here, only as an environment variable"
@@ -665,10 +682,6 @@ def _check_file(data: bytes, path: str) -> tuple[dict[str, tuple[int, str]], lis
             near = difflib.get_close_matches(key.upper(), known, n=1, cutoff=0.0)
             raise ConfigError(f"{path}:{number}: unknown setting {key} (nearest: {near[0]})")
     return values, notices
-
-
-def _yet(key: str) -> str:
-    return "" if key in _DROPPED else " yet"
 
 
 # -- all together ----------------------------------------------------------------------------------
@@ -690,7 +703,7 @@ def load(
     from_file, notices = _check_file(data, path) if data is not None else ({}, [])
     for key in sorted(RESERVED - _COMMON_NAMES):
         if environ.get(key):
-            notices.append(f"environment variable {key} has no effect{_yet(key)}")
+            notices.append(f"environment variable {key} has no effect")
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     for setting in SETTINGS:

@@ -37,7 +37,9 @@ FIXED = frozenset(
     "sd_args sd_url sd_bin sd_log_dir upstream_ca "
     "listen_ollama listen_comfy listen_ollama_nested listen_llama listen_sd listen_broker "
     # how the card's memory is looked at
-    "vram_probe vram_probe_command gpu free_gib".split()
+    "vram_probe vram_probe_command gpu free_gib "
+    # time division
+    "gpu_key sd_weight".split()
 )
 
 

@@ -51,6 +51,7 @@ from turnstile.gates import (
 )
 from turnstile.metrics import Metrics
 from turnstile.narrator import Narrator
+from turnstile.peers import Peers
 from turnstile.proxy.resource import EngineResource
 from turnstile.proxy.retry import RetryPolicy
 from turnstile.proxy.site import ProxySite
@@ -111,6 +112,8 @@ class TurnstileService(Service):
         self.card = Card(reactor)
         self.metrics = Metrics()
         self.metrics.connect(self.arbiter, self.card)
+        self.peers = Peers(config.gpu_key)
+        self.metrics.registry.register(self.peers)
         self.narrator = Narrator(self.arbiter, self.card)
         self.vigil = Vigil(reactor)
         self._sockets = socket_loop(reactor)
@@ -262,6 +265,7 @@ class TurnstileService(Service):
             self.metrics,
             short_forms=True,
             vram=self.vram.snapshot,
+            gpu_share=self.peers.to_dict,
         )
         # Where the engine has pages of such names itself, ours have their long names only.
         long_forms = {path: page for path, page in pages.items() if path.startswith(_OUR_PATHS)}
@@ -492,6 +496,8 @@ class TurnstileService(Service):
         if not self._announced:
             self._announced = True
             tlog.log_startup(_log, self.config, __version__)
+            for line in self.peers.describe_now():
+                _log.info("{line}", line=line)
 
     def _looked(self, results: list[Any]) -> None:
         for success, result in results:

@@ -92,6 +92,7 @@ class StateResource(Page):
     """Everything that goes on, for people.
 
     :param vram: what is known of the card's memory; ``None``: nobody can tell.
+    :param gpu_share: who divides the card's time by GPU-share.
     :param wall: seconds since the epoch; the clock's own zero is nobody's business.
     """
 
@@ -106,10 +107,12 @@ class StateResource(Page):
         metrics: Metrics | None = None,
         *,
         vram: Callable[[], dict[str, Any] | None] | None = None,
+        gpu_share: Callable[[], dict[str, Any]] | None = None,
         wall: Callable[[], float] = time.time,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._vram = vram
+        self._gpu_share = gpu_share
         self._arbiter = arbiter
         self._card = card
         self._engines = engines
@@ -155,6 +158,7 @@ class StateResource(Page):
             "job": here.get("job"),
             "engines": engines,
             "vram": self._vram() if self._vram is not None else None,
+            "gpu_share": self._gpu_share() if self._gpu_share is not None else None,
             "degraded": [
                 {
                     "engine": interval.culprit,
@@ -186,6 +190,21 @@ class StateResource(Page):
             ],
             "counters": self._metrics.counters() if self._metrics is not None else {},
         }
+
+
+class PeersResource(Page):
+    """``GET /gpu/peers``: who divides the card's time by GPU-share.
+
+    :param peers: the page's content.
+    """
+
+    def __init__(self, peers: Callable[[], dict[str, Any]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._peers = peers
+
+    def render_GET(self, request: Any) -> bytes:
+        """Answer with peers, weights and shares as JSON."""
+        return self.answer_json(request, self._peers(), indent=2)
 
 
 class _Moment:
@@ -230,27 +249,40 @@ def make_status_tree(
     *,
     short_forms: bool,
     vram: Callable[[], dict[str, Any] | None] | None = None,
+    gpu_share: Callable[[], dict[str, Any]] | None = None,
     wall: Callable[[], float] = time.time,
 ) -> dict[bytes, Resource]:
     """The pages by their exact paths.
 
-    :param short_forms: also ``/healthz`` and ``/metrics``, for listeners whose engine does not own these paths.
-    :param vram: as for :class:`StateResource`.
+    :param short_forms: also ``/healthz``, ``/metrics`` and ``/gpu/peers``, for listeners whose engine does not own
+        these paths.
+    :param vram: as for :class:`StateResource`, ``gpu_share`` too; that has a page of its own as well.
     """
     health = HealthResource(arbiter)
     numbers = MetricsResource(metrics)
     recorder = StateRecorder(arbiter)
     state = StateResource(
-        arbiter, card, engines, clock, version, recorder, metrics, vram=vram, wall=wall
+        arbiter,
+        card,
+        engines,
+        clock,
+        version,
+        recorder,
+        metrics,
+        vram=vram,
+        gpu_share=gpu_share,
+        wall=wall,
     )
     tree: dict[bytes, Resource] = {
         b"/turnstile/healthz": health,
         b"/turnstile/metrics": numbers,
         b"/turnstile/state": state,
     }
+    if gpu_share is not None:
+        tree[b"/turnstile/gpu/peers"] = PeersResource(gpu_share)
     if short_forms:
-        tree[b"/healthz"] = health
-        tree[b"/metrics"] = numbers
+        ours = len(b"/turnstile")
+        tree |= {path[ours:]: page for path, page in tree.items() if page is not state}
     return tree
 
 
@@ -258,6 +290,7 @@ __all__ = [
     "HealthResource",
     "MetricsResource",
     "Page",
+    "PeersResource",
     "StateRecorder",
     "StateResource",
     "make_status_tree",

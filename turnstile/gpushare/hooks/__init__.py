@@ -1,0 +1,1 @@
+"""GPU-share for decode loops that others run, one module an engine; nothing is imported until it is used."""
