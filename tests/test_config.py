@@ -541,6 +541,25 @@ def test_the_key_of_a_card():
         assert "key" in refused({"gpu-key": text})
 
 
+def test_the_weight_of_sd_server():
+    sd = {"sd-args": "-m x"}
+    assert configure(sd, {}).sd_weight is None
+    assert configure(sd, {"STADI_SD_WEIGHT": "2.5"}).sd_weight == 2.5
+    assert configure({**sd, "sd-weight": "1"}, {"SD_WEIGHT": "3"}).sd_weight == 1.0
+    for text in ("0", "-1", "nan", "1e3", "x"):
+        assert "--sd-weight" in refused({**sd, "sd-weight": text})
+    assert configure({"sd-weight": "2"}).notices == (
+        "--sd-weight: SD_WEIGHT has no effect without SD_ARGS",
+    )
+
+
+def test_the_card_that_sd_server_shares():
+    sd = {"sd-args": "-m x", "sd-weight": "2"}
+    assert "GPU_KEY" in refused({**sd, "gpu": "0000:01:00.0"}, environ={})
+    assert configure({**sd, "gpu": "0000:01:00.0", "gpu-key": "pci-1"}, {}).gpu_key == "pci-1"
+    assert configure({**sd, "gpu": "1"}, {}).gpu == "1"
+
+
 def test_reserved_keys_are_not_settings():
     assert not c.RESERVED & {setting.env for setting in c.SETTINGS}
 

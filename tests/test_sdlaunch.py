@@ -10,6 +10,7 @@ import pytest
 
 from turnstile import sdlaunch
 from turnstile.config import Config, ConfigError, Upstream
+from turnstile.gpushare import pace_command
 
 
 def program(path: Path, mode: int = 0o755) -> str:
@@ -82,6 +83,27 @@ class Recorder:
     def spawn(self, program: Any, env: Any, log: Any) -> Any:
         self.calls.append((program, env, str(log.path)))
         return "child"
+
+
+@pytest.mark.parametrize(
+    ("more", "card"),
+    [({}, "auto"), ({"gpu": "1"}, "1"), ({"gpu": "1", "gpu_key": "pci-0"}, "pci-0")],
+)
+def test_one_that_shares_the_card_is_paced(tmp_path: Path, more: Any, card: str) -> None:
+    spawner = Recorder()
+    config = Config(
+        sd_args=("-m", "a b"),
+        sd_url=Upstream.parse("http://127.0.0.1:5"),
+        sd_weight=2.5,
+        sd_log_dir=str(tmp_path),
+        **more,
+    )
+    sdlaunch.make_launch(config, None, {}, spawner)()
+    command = list(spawner.calls[0][0])
+    options = pace_command._parser().parse_args(command[3:])
+    assert options.weight == 2.5 and options.gpu == card
+    assert options.watched and options.on_death == "kill"
+    assert options.program == ["--", "sd-server", "-m", "a b", "--listen-port", "5"]
 
 
 def test_what_is_started(tmp_path: Path) -> None:

@@ -291,6 +291,14 @@ class Config:
         " $XDG_CACHE_HOME/stadi, else ~/.cache/stadi.",
         env_aliases=("STADI_SD_LOG_DIR",),
     )
+    sd_weight: float | None = _setting(
+        "SD_WEIGHT",
+        _number(0.001, 1_000_000),
+        "",
+        "Run sd-server under turnstile-pace with this weight, so that it shares the card's time with its GPU-share"
+        " peers; empty: it does not.",
+        env_aliases=("STADI_SD_WEIGHT",),
+    )
     listen_ollama: str = _setting(
         "LISTEN_OLLAMA",
         _listen(),
@@ -724,6 +732,11 @@ def load(
         file=path if data is not None else None,
     )
     _check_together(config)
+    if config.sd_weight is not None and config.sd_args is None:
+        source = config.source_of("sd_weight")
+        config = attrs.evolve(
+            config, notices=(*config.notices, f"{source}: SD_WEIGHT has no effect without SD_ARGS")
+        )
     if config.sd_args is not None:
         warnings = sdargs.warnings(config.sd_bin, config.sd_args, config.sd_url)
         config = attrs.evolve(config, notices=(*config.notices, *warnings))
@@ -821,6 +834,10 @@ def _check_llama_and_sd(config: Config) -> None:
         raise ConfigError("VRAM_PROBE is comfyui, but there is no COMFY_URL")
     if config.sd_args is None:
         return
+    if config.sd_weight is not None and not config.gpu_key and re.search("[.:]", config.gpu or ""):
+        raise ConfigError(
+            "SD_WEIGHT with a PCI address as GPU: name the card's key as well (GPU_KEY; turnstile-peers shows it)"
+        )
     if config.sd_url.is_tls:
         raise ConfigError(f"SD_URL ({config.sd_url.url}): sd-server has no TLS, only http:// does")
     for name, upstream in config.upstreams():

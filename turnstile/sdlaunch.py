@@ -10,9 +10,11 @@ from typing import Protocol
 import attrs
 
 from turnstile.addresses import ConfigError
+from turnstile.child.guardian import Mode
 from turnstile.child.logfile import RotatingLog
 from turnstile.child.process import Child, Spawner
 from turnstile.config import Config
+from turnstile.gpushare import pace_command
 from turnstile.sdargs import with_address
 
 LOG_NAME = "sd-server.log"
@@ -92,6 +94,11 @@ def make_directory(path: str) -> None:
         raise ConfigError(f"SD_LOG_DIR: {path}: can't be written to")
 
 
+def pace_gpu(config: Config) -> str:
+    """The card that sd-server shares: by GPU_KEY, else the GPU that was chosen, else the one that it would choose."""
+    return config.gpu_key or config.gpu or "auto"
+
+
 def make_launch(
     config: Config, reactor: object, environ: Mapping[str, str], spawner: Spawns | None = None
 ) -> Launch:
@@ -108,6 +115,17 @@ def make_launch(
         make_directory(directory)
         spawner = Spawner(reactor)
     program = (name, *with_address(config.sd_bin, config.sd_args, config.sd_url))
+    if config.sd_weight is not None:
+        program = tuple(
+            pace_command.command(
+                program,
+                weight=config.sd_weight,
+                gpu=pace_gpu(config),
+                on_death=Mode.KILL,
+                # Its session, as of any child of ours, is ended with us.
+                watched=True,
+            )
+        )
     path = os.path.join(directory, LOG_NAME)
     log = RotatingLog(path)
     starts = spawner

@@ -1,45 +1,34 @@
 """``turnstile-pace``: run a program so that it computes in its share of a card's time only.
 
-The program runs in a session of its own, stopped (SIGSTOP) while it is a peer's turn and continued (SIGCONT) when it is
-its own. A guardian process sees to it that it is not left stopped, whatever ends this one.
+What it does with the program is in `turnstile.gpushare.wrapper`. Where there is nothing to share it becomes the
+program.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
-import select
 import signal
-import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
 
 from turnstile.child import shim
-from turnstile.child.guardian import Group, Guardian, Mode, start_guardian
+from turnstile.child.guardian import Mode
 from turnstile.gpushare.errors import GpuShareError
-from turnstile.gpushare.pacer import Pacer
 from turnstile.gpushare.peer import Peer
-from turnstile.gpushare.usage import GroupUsage, open_nvml
+from turnstile.gpushare.usage import can_measure
+from turnstile.gpushare.wrapper import Wrapper, say
 
-#: Passed on to the program as they come.
-_FORWARDED = (
-    signal.SIGINT,
-    signal.SIGHUP,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-    signal.SIGWINCH,
-    signal.SIGALRM,
-)
-#: Passed on, and the program is not stopped any more: it is to end.
-_ENDING = (signal.SIGTERM, signal.SIGQUIT)
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import NoReturn
 
 _EPILOG = """\
 The program shares the card with whatever else joined its registry: other programs under turnstile-pace, and those that
 use turnstile.gpushare themselves. Alone, or while the others are idle, it is never stopped. An API request to a stopped
 server waits for its turn, at most (1 - share) of a period of 80 to 400 ms; kernels that the card has queued run on.
-The program has a session of its own: it can read and write the terminal, but /dev/tty is not there for it.
+The program has a session of its own: it can read and write the terminal, but /dev/tty is not there for it. What it
+moves to another session (a daemon) is not paced.
 """
 
 
@@ -51,19 +40,28 @@ def command(
     gpu: str = "auto",
     group: str | None = None,
     on_death: str = "continue",
+    watched: bool = False,
 ) -> list[str]:
-    """The command line that runs ``program`` under the wrapper, for those who start processes themselves."""
+    """The command line that runs ``program`` under the wrapper, for those who start processes themselves.
+
+    :param watched: the caller makes the wrapper the leader of a session, signals that as a whole and ends it as a
+        whole, as `turnstile.child.process` does. The program stays in it then, and ``on_death`` does not matter.
+    """
     options = ["--weight", repr(float(weight)), "--gpu", gpu, "--on-death", on_death]
     if name:
         options += ["--name", name]
     if group:
         options += ["--group", group]
-    return [sys.executable, "-m", "turnstile.gpushare.pace_command", *options, "--", *program]
+    if watched:
+        options.append("--watched")
+    file = os.path.join(os.path.dirname(os.path.abspath(__file__)), "pace_main.py")
+    return [sys.executable, "-P", file, *options, "--", *program]
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="turnstile-pace",
+        usage="turnstile-pace [options] -- PROGRAM [ARGUMENT ...]",
         description="Run a program in its weighted share of a GPU's time.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -90,7 +88,8 @@ def _parser() -> argparse.ArgumentParser:
         help="what happens to the program if this process is killed (default: continue)",
     )
     parser.add_argument("--quiet", action="store_true", help="say nothing unless there is trouble")
-    parser.add_argument("program", nargs=argparse.REMAINDER, help="-- and the program to run")
+    parser.add_argument("--watched", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
 
 
@@ -105,195 +104,56 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     program = options.program[1:] if options.program[:1] == ["--"] else options.program
-    if not program:
-        parser.error("no program to run (turnstile-pace [options] -- PROGRAM …)")
+    if not program or not program[0]:
+        parser.error("no program to run (turnstile-pace [options] -- PROGRAM ...)")
+    _prepare()
     name = options.name or os.path.basename(program[0])
+    if not can_measure():
+        say(f"{name} runs unpaced: without /proc it can't be seen when it computes")
+        _become(program)
     try:
         peer = Peer.join(
             options.gpu, name=name, weight=options.weight, group=options.group, thread=False
         )
     except (GpuShareError, OSError) as error:
-        _say(f"{name} runs unpaced: {error}")
+        say(f"{name} runs unpaced: {error}")
         _become(program)
     if peer.key is None:
         if not options.quiet:
-            _say(f"{name} runs unpaced: there is no card (--gpu names one)")
+            say(f"{name} runs unpaced: there is no card (--gpu names one)")
         _become(program)
     if not options.quiet:
-        _say(peer.describe())
-    return Wrapper(peer, Mode(options.on_death), program).run()
+        say(peer.describe())
+    return Wrapper(peer, Mode(options.on_death), program, watched=options.watched).run()
+
+
+def _prepare() -> None:
+    """Be as a program in C would be at its start."""
+    # Files that are opened from now on would get the numbers of standard ones that are closed, and what
+    # is meant for people be written to them.
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            # The lowest number that is free, which is this one.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    # Whoever started us may have blocked what is to be passed on.
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _become(program: Sequence[str]) -> NoReturn:
     """Without a part in sharing there is nothing to do but to be the program."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        # Python ignores them; ignored, they would stay so.
+        signal.signal(number, signal.SIG_DFL)
     try:
         os.execvp(program[0], list(program))
-    except OSError as error:
-        _say(f"cannot run {program[0]!r}: {error.strerror}")
+    except (OSError, ValueError) as error:
+        say(f"cannot run {program[0]!r}: {getattr(error, 'strerror', None) or error}")
         missing = isinstance(error, FileNotFoundError)
         raise SystemExit(shim.NOT_FOUND if missing else shim.NOT_RUNNABLE) from None
-
-
-def _say(message: str) -> None:
-    with contextlib.suppress(OSError):
-        os.write(2, f"turnstile-pace: {message}\n".encode(errors="replace"))
-
-
-class Wrapper:
-    """Starts the program, paces it, passes signals on and ends as it ends."""
-
-    def __init__(self, peer: Peer, mode: Mode, program: Sequence[str]) -> None:
-        self._peer = peer
-        self._mode = mode
-        self._program = program
-        #: Signals that came and were not looked at yet.
-        self._signals: list[int] = []
-        self._ending = False
-
-    def run(self) -> int:
-        """Run the program to its end; returns its exit status, or dies by the signal that it died by."""
-        wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-        before = self._take_signals()
-        try:
-            try:
-                child, guardian = self._start(before)
-            except OSError as error:
-                _say(f"cannot start a process: {error.strerror or error}")
-                return shim.NOT_STARTED
-            status = self._pace(child, wake_read)
-            guardian.done()
-        finally:
-            self._peer.leave()
-            signal.set_wakeup_fd(-1)
-            os.close(wake_read)
-            os.close(wake_write)
-        if status < 0:
-            _die_by(-status)
-        return status
-
-    def _take_signals(self) -> dict[int, Any]:
-        """Handle what is to be passed on. What was ignored, as by nohup, stays so, for the program too."""
-        handled: tuple[int, ...] = (*_FORWARDED, *_ENDING, signal.SIGTSTP, signal.SIGCONT)
-        before: dict[int, Any] = {}
-        for number in handled:
-            if number != signal.SIGCONT and signal.getsignal(number) is signal.SIG_IGN:
-                continue
-            before[number] = signal.signal(number, self._note)
-        # Only so that it ends the wait: by default nothing is delivered.
-        before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, self._ignore)
-        return before
-
-    def _note(self, number: int, _frame: object) -> None:
-        self._signals.append(number)
-
-    def _ignore(self, _number: int, _frame: object) -> None:
-        """The wake-up is enough."""
-
-    def _start(self, handlers: dict[int, Any]) -> tuple[subprocess.Popen[bytes], Guardian]:
-        gate_read, gate_write = os.pipe2(os.O_CLOEXEC)
-        owner = os.getpid() if self._mode is Mode.KILL else None
-        argv = shim.command(self._program, owner=owner, gate=gate_read, null_stdin=False)
-        try:
-            child = subprocess.Popen(argv, pass_fds=(gate_read,), start_new_session=True)
-        except OSError:
-            os.close(gate_write)
-            raise
-        finally:
-            os.close(gate_read)
-        try:
-            guardian = start_guardian(child.pid, self._mode)
-        except OSError:
-            # An end instead of a byte: the program never runs.
-            os.close(gate_write)
-            child.wait()
-            raise
-        os.write(gate_write, b".")
-        os.close(gate_write)
-        return child, guardian
-
-    # -- while it runs ---------------------------------------------------------------------------------------------
-
-    def _pace(self, child: subprocess.Popen[bytes], wake: int) -> int:
-        usage = GroupUsage(child.pid)
-        nvml = open_nvml(self._peer.key or "")
-        clock = _monotonic()
-        pacer = Pacer(
-            self._peer,
-            stop=lambda: _signal_groups(usage, signal.SIGSTOP),
-            go=lambda: _signal_groups(usage, signal.SIGCONT),
-            cpu=lambda: usage.cpu_seconds(clock()),
-            is_busy=(lambda: nvml.is_busy(usage.pids)) if nvml is not None else None,
-        )
-        try:
-            while True:
-                status = child.poll()
-                if status is not None:
-                    return status
-                self._pass_signals(child, usage, pacer)
-                due = 0.5 if self._ending else pacer.step()
-                if select.select([wake], [], [], due)[0]:
-                    with contextlib.suppress(BlockingIOError):
-                        os.read(wake, 4096)
-        finally:
-            # Whoever is left of the group, or all of it after an error of ours.
-            with contextlib.suppress(OSError):
-                Group(child.pid).signal(signal.SIGCONT)
-
-    def _pass_signals(
-        self, child: subprocess.Popen[bytes], usage: GroupUsage, pacer: Pacer
-    ) -> None:
-        while self._signals:
-            number = self._signals.pop(0)
-            if number == signal.SIGTSTP:
-                self._stand_still(usage, pacer)
-            elif number == signal.SIGCONT:
-                continue
-            else:
-                if number in _ENDING:
-                    self._ending = True
-                if number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGINT):
-                    # Running, it can act on it at once.
-                    pacer.release()
-                _signal_groups(usage, number)
-
-    def _stand_still(self, usage: GroupUsage, pacer: Pacer) -> None:
-        """Ctrl-Z: the program stops with us, until both are continued."""
-        _signal_groups(usage, signal.SIGSTOP)
-        os.kill(os.getpid(), signal.SIGSTOP)
-        # Continued.
-        _signal_groups(usage, signal.SIGCONT)
-        pacer.release()
-
-
-def _monotonic() -> Callable[[], float]:
-    import time
-
-    return time.monotonic
-
-
-def _signal_groups(usage: GroupUsage, number: int) -> None:
-    """Signal every process group of the program's session."""
-    for group in usage.groups:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(group, number)
-
-
-def _die_by(number: int) -> NoReturn:
-    """End as the program ended, so that whoever waits for us sees the same."""
-    with contextlib.suppress(ImportError, OSError, ValueError):
-        import resource
-
-        # One core file is enough.
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(OSError, ValueError):
-        signal.signal(number, signal.SIG_DFL)
-    with contextlib.suppress(OSError):
-        os.kill(os.getpid(), number)
-    # Blocked, or one that ends nobody: as shells tell it.
-    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":

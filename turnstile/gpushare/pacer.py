@@ -33,6 +33,10 @@ LOOK_EVERY = 0.02
 LOOK_ALONE = 0.1
 #: The longest sleep while it is stopped: others may leave, and then it is its turn at once.
 LONGEST_STOP = 0.05
+#: Nobody is stopped for longer at a stretch, whatever becomes of the schedule and the clock that it goes by; then it
+#: runs for a while.
+PATIENCE = 1.0
+RUNS_AFTER = 0.04
 
 
 class Pacer:
@@ -65,6 +69,9 @@ class Pacer:
         self._now = now
         self._meter = Meter()
         self._stopped = False
+        self._stopped_at = 0.0
+        #: Until when it is not stopped.
+        self._free_until = now()
         self._active_until: float | None = None
         #: When the time that it was free to run was counted last, and how much of it was not judged yet.
         self._counted_at = now()
@@ -77,9 +84,10 @@ class Pacer:
         """Whether the program stands still because it is not its turn."""
         return self._stopped
 
-    def release(self) -> None:
-        """Let the program run."""
-        self._count()
+    def release(self, seconds: float = 0.0) -> None:
+        """Let the program run, and don't stop it for so many seconds."""
+        now = self._count()
+        self._free_until = max(self._free_until, now + seconds)
         if self._stopped:
             self._stopped = False
             self._go()
@@ -96,9 +104,11 @@ class Pacer:
             self._looked_at = now
             self._judge(now)
         active = self._active_until is not None and now < self._active_until
-        if active and not look.is_mine:
+        if self._stopped and now - self._stopped_at >= PATIENCE:
+            self.release(RUNS_AFTER)
+        if active and not look.is_mine and now >= self._free_until:
             if not self._stopped:
-                self._count()
+                self._stopped_at = self._count()
                 self._stop()
                 self._stopped = True
             due = min((look.lasts_us or 0) / 1e6, LONGEST_STOP)

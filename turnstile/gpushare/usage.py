@@ -7,6 +7,7 @@ user and kernel mode; field 5 is its process group, field 6 its session.
 from __future__ import annotations
 
 import os
+from collections import deque
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -15,29 +16,52 @@ if TYPE_CHECKING:
 
 #: Seconds between two searches of /proc for new members.
 SEARCH_EVERY = 1.0
-#: The part of the time that it may run in which a program must use a CPU to count as computing. A thread that waits
+#: In how many searches every process of others is looked at again, should its number have been given to a member.
+_LOOK_AGAIN = 32
+#: The part of the time that it may run in which a program must use CPUs to count as computing. A thread that waits
 #: for a GPU mostly spins; one that waits for requests sleeps.
 BUSY_SHARE = 0.1
-#: Seconds that it must have run before that is judged: the kernel counts in steps of 10 ms.
-JUDGED_AFTER = 0.05
+#: Seconds of running over which that is judged. The kernel counts in steps of 10 ms, one of which means little.
+JUDGED_OVER = 0.5
+#: One that uses this part is known to compute much sooner.
+SURE_SHARE = 0.5
+SURE_AFTER = 0.05
 
 
-class GroupUsage:
+def can_measure() -> bool:
+    """Whether this system shows what processes use."""
+    return os.path.exists("/proc/self/stat")
+
+
+class SessionUsage:
     """The CPU time of all processes in one session.
 
-    :param leader: the process that made the session.
+    :param session: its number.
+    :param leader: the process of the program, or the first of them.
+    :param strangers: processes of the session that don't count.
     :param proc: where proc(5) is mounted.
     """
 
-    def __init__(self, leader: int, proc: str = "/proc") -> None:
-        self.leader = leader
+    def __init__(
+        self,
+        session: int,
+        leader: int,
+        strangers: Iterable[int] = (),
+        proc: str = "/proc",
+    ) -> None:
+        self._session = session
+        self._leader = leader
+        self._strangers = frozenset(strangers)
         self._proc = proc
         self._tick = 1.0 / os.sysconf("SC_CLK_TCK")
         self._searched: float | None = None
+        self._searches = 0
         #: Ticks of the members, as last seen, and of those that are gone.
         self._ticks: dict[int, int] = {leader: 0}
         self._gone = 0
         self._groups: dict[int, int] = {leader: leader}
+        #: Processes of other sessions. None of them can come into this one.
+        self._others: set[int] = set()
 
     @property
     def pids(self) -> frozenset[int]:
@@ -47,18 +71,18 @@ class GroupUsage:
     @property
     def groups(self) -> frozenset[int]:
         """The process groups of the session, as of the last look."""
-        return frozenset(self._groups.values()) | {self.leader}
+        return frozenset(self._groups.values()) | {self._leader}
 
     def cpu_seconds(self, now: float) -> float:
         """What the session's processes have used so far, in seconds; never less than before.
 
         A process that came and went between two searches is not in it.
         """
-        if self._searched is None or now - self._searched >= SEARCH_EVERY:
+        pids: Iterable[int] = self._ticks
+        search = self._searched is None or now - self._searched >= SEARCH_EVERY
+        if search:
             self._searched = now
-            pids: Iterable[int] = [int(n) for n in os.listdir(self._proc) if n.isdecimal()]
-        else:
-            pids = list(self._ticks)
+            pids = self._candidates()
         ticks: dict[int, int] = {}
         groups: dict[int, int] = {}
         for pid in pids:
@@ -67,11 +91,22 @@ class GroupUsage:
                 group, used = seen
                 ticks[pid] = max(used, self._ticks.get(pid, 0))
                 groups[pid] = group
+            elif search:
+                self._others.add(pid)
         for pid, last in self._ticks.items():
             if pid not in ticks:
                 self._gone += last
         self._ticks, self._groups = ticks, groups
         return (self._gone + sum(ticks.values())) * self._tick
+
+    def _candidates(self) -> set[int]:
+        """Members, and processes that were not looked at before: most of a big host's were."""
+        self._searches += 1
+        turn = self._searches % _LOOK_AGAIN
+        present = {int(name) for name in os.listdir(self._proc) if name.isdecimal()}
+        self._others &= present
+        self._others = {pid for pid in self._others if pid % _LOOK_AGAIN != turn}
+        return present - self._others - self._strangers
 
     def _read(self, pid: int) -> tuple[int, int] | None:
         try:
@@ -79,7 +114,7 @@ class GroupUsage:
                 data = file.read()
             # The name, in parentheses, may hold anything.
             fields = data[data.rindex(b")") + 2 :].split()
-            if int(fields[3]) != self.leader:
+            if int(fields[3]) != self._session:
                 return None
             return int(fields[2]), int(fields[11]) + int(fields[12])
         except (OSError, ValueError, IndexError):
@@ -89,13 +124,14 @@ class GroupUsage:
 class Meter:
     """Judges from CPU time whether a program computes; pure."""
 
-    def __init__(self, share: float = BUSY_SHARE, after: float = JUDGED_AFTER) -> None:
-        self._share = share
-        self._after = after
+    def __init__(self) -> None:
         self._cpu: float | None = None
         self._ran = 0.0
-        #: Seconds of computing since this was taken last; never more than it ran.
-        self.busy = 0.0
+        #: (used, ran) of the last slices, and their sums.
+        self._slices: deque[tuple[float, float]] = deque()
+        self._used_sum = 0.0
+        self._ran_sum = 0.0
+        self._busy = 0.0
 
     def feed(self, cpu: float, ran: float) -> bool:
         """Whether it computed lately.
@@ -107,16 +143,26 @@ class Meter:
             self._cpu = cpu
             return False
         self._ran += ran
-        if self._ran < self._after:
+        if self._ran < SURE_AFTER:
             return False
         used, self._cpu = cpu - self._cpu, cpu
         spent, self._ran = self._ran, 0.0
-        self.busy += min(used, spent)
-        return used >= self._share * spent
+        self._busy += min(used, spent)
+        self._slices.append((used, spent))
+        self._used_sum += used
+        self._ran_sum += spent
+        while self._ran_sum - self._slices[0][1] >= JUDGED_OVER:
+            old_used, old_spent = self._slices.popleft()
+            self._used_sum -= old_used
+            self._ran_sum -= old_spent
+        if used >= SURE_SHARE * spent:
+            return True
+        long_enough = used > 0 and self._ran_sum >= JUDGED_OVER
+        return long_enough and self._used_sum >= BUSY_SHARE * self._ran_sum
 
     def take_busy(self) -> float:
-        """Seconds of computing since the last call."""
-        busy, self.busy = self.busy, 0.0
+        """Seconds of computing since the last call; never more than it ran."""
+        busy, self._busy = self._busy, 0.0
         return busy
 
 
