@@ -100,7 +100,7 @@ MORE_VARIATIONS: list[dict[str, Any]] = [
     {"config": {"job_timeout": 5.0, "sd_idle": 1.0}, "sd": {"load_time": 0.5}},
     {"llama": {"sleep_idle": 2.0, "models_max": 1}, "sd": {"step_time": 1.0}},
     {"config": {"unload_timeout": 2.0, "busy_wait": 5.0, "image_burst": 2}, "users": 25},
-    {"llama": {"single": "llama-3.2-3b", "sleep_idle": 2.0}, "intruders": True},
+    {"llama": {"single": "llama-3.2-3b", "sleep_idle": 2.0}},
 ]
 
 

@@ -376,6 +376,15 @@ async def test_sleep() -> None:
 
 
 @pytest_twisted.ensureDeferred
+async def test_a_server_that_falls_asleep_says_so_when_the_memory_is_free() -> None:
+    async with running(single=NAME, sleep_idle=1.0, sleep_free_time=20.0) as host:
+        await until(lambda: host.llama.resident == {NAME: "sleeping"})
+        assert host.card.used == 4 * GIB
+        _, body = await call(host, "GET", "/props")
+        assert json.loads(body)["is_sleeping"] is True and host.card.used == 0
+
+
+@pytest_twisted.ensureDeferred
 async def test_the_model_used_longest_ago_makes_room() -> None:
     specs = [ModelSpec(name, GIB) for name in ("a", "b", "c")]
     async with running(models=specs, models_max=2) as host:

@@ -326,6 +326,9 @@ class LlamaSim(Router):
         exchange.json({"status": "ok"})
 
     async def _models(self, exchange: Exchange) -> None:
+        for instance in self.instances.values() if self.single is not None else ():
+            if instance.child is not None:
+                await self.asleep_or_awake(instance, instance.child)
         data = [self._listed(instance) for instance in self.instances.values()]
         if self.single is None:
             exchange.json({"data": data, "object": "list"})
@@ -362,12 +365,14 @@ class LlamaSim(Router):
     async def _own_props(
         self, exchange: Exchange, instance: Instance, child: Child, asked: dict[str, Any]
     ) -> None:
+        await self.asleep_or_awake(instance, child)
         sleeps = instance.status == "sleeping"
         exchange.json(props(instance.spec.name, self.parallel, sleeps))
 
     async def _metrics(
         self, exchange: Exchange, instance: Instance, child: Child, asked: dict[str, Any]
     ) -> None:
+        await self.asleep_or_awake(instance, child)
         exchange.reply(200, METRICS, b"text/plain; version=0.0.4")
 
     async def _slots(

@@ -366,6 +366,11 @@ class Router(HttplibSim):
             await child.gone()
             raise ChildDied
 
+    async def asleep_or_awake(self, instance: Instance, child: Child) -> None:
+        """Wait while the child falls asleep: meanwhile it answers nobody [src: one mutex]."""
+        while child.alive and instance.status == "sleeping" and child.task is not None:
+            await self._change()
+
     async def compute(self, child: Child, seconds: float) -> None:
         """Let the child work so long; raises `ChildDied` if it ends, which it may take its time to."""
         if child.alive:
