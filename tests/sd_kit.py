@@ -186,6 +186,18 @@ class World:
         assert lease is not None
         return lease
 
+    def ask(self) -> Deferred[None]:
+        """Ask for it as a request does: with the card, until it is there or not."""
+        lease = None if self.arbiter.tenant == self.engine.tenant else self.lease()
+        d = self.engine.ensure_up()
+
+        def over(result: Any) -> Any:
+            if lease is not None:
+                lease.release()
+            return result
+
+        return d.addBoth(over)
+
     def up(self) -> None:
         """Have it running, with nobody using it."""
         lease = self.lease()

@@ -121,7 +121,7 @@ async def test_d03_a_load_that_never_ends_delays_others_for_a_bounded_time() -> 
 @pytest_twisted.ensureDeferred
 async def test_metadata_loads_nothing_and_waits_for_nobody() -> None:
     async with running(llama=True) as s:
-        await s.queue()
+        job = await s.queue(sleep_graph(600))
         for path in (
             "/v1/models",
             "/models",
@@ -137,6 +137,7 @@ async def test_metadata_loads_nothing_and_waits_for_nobody() -> None:
         waiting = s.later("GET", f"/props?model={LLAMA_MODEL}", to="llamacpp")
         await s.until_waiting(llm=1)
         assert s.host.llama.loads == []
+        await s.request("POST", "/interrupt", {"prompt_id": job}, to="comfyui")
         assert (await waiting).status == 200
         assert [name for _, name in s.host.llama.loads] == [LLAMA_MODEL]
 
@@ -185,7 +186,7 @@ async def test_a_chat_waits_for_an_image_for_so_long() -> None:
 @pytest_twisted.ensureDeferred
 async def test_a_chat_is_rejected_at_once_if_so_wanted() -> None:
     async with running(llama=True, llm_busy_mode="reject", llm_busy_status=429) as s:
-        await s.queue()
+        await s.queue(sleep_graph(30))
         assert (await s.complete()).status == 429
 
 

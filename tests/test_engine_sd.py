@@ -10,6 +10,7 @@ import pytest
 from engine_kit import Response, result_of
 from sd_kit import CHAT, DYING, GROUP, PIDS, MemoryChild, World
 from twisted.internet.defer import CancelledError, Deferred, ensureDeferred
+from twisted.internet.error import ConnectionRefusedError
 from twisted.logger import globalLogPublisher
 from twisted.python.failure import Failure
 
@@ -36,20 +37,20 @@ def test_it_is_started_once_for_all_who_ask() -> None:
     w = World(load=10.0)
     w.lease()
     assert w.engine.state is State.DOWN and not w.engine.exists
-    results = [result_of(w.engine.ensure_up()) for _ in range(3)]
+    results = [result_of(w.ask()) for _ in range(3)]
     assert w.engine.state is State.LOADING and w.engine.exists and w.card.resident == {"sd"}
     w.pass_time(9.9)
     assert results == [[], [], []]
     w.pass_time(0.5)
     assert results == [[None]] * 3 and len(w.host.children) == 1
     assert w.engine.state is State.UP and w.engine.is_up
-    assert result_of(w.engine.ensure_up()) == [None] and len(w.host.children) == 1
+    assert result_of(w.ask()) == [None] and len(w.host.children) == 1
 
 
 def test_one_who_goes_away_leaves_the_loading_going_on() -> None:
     w = World(load=10.0)
     lease = w.lease()
-    first, second = w.engine.ensure_up(), w.engine.ensure_up()
+    first, second = w.ask(), w.ask()
     first.addErrback(lambda f: f.trap(CancelledError))
     first.cancel()
     results = result_of(second)
@@ -60,7 +61,7 @@ def test_one_who_goes_away_leaves_the_loading_going_on() -> None:
     assert w.engine.state is State.LOADING
     # The next one profits.
     lease = w.lease()
-    third = result_of(w.engine.ensure_up())
+    third = result_of(w.ask())
     w.pass_time(6.0)
     assert third == [None] and len(w.host.children) == 1
 
@@ -68,7 +69,7 @@ def test_one_who_goes_away_leaves_the_loading_going_on() -> None:
 def test_a_start_that_nobody_waits_for_any_more_is_undone_when_idle() -> None:
     w = World(load=10.0, idle=60.0)
     lease = w.lease()
-    w.engine.ensure_up().addErrback(lambda f: None).cancel()
+    w.ask().addErrback(lambda f: None).cancel()
     lease.release()
     w.pass_time(10.5 + 59.0)
     assert w.engine.is_up
@@ -76,9 +77,40 @@ def test_a_start_that_nobody_waits_for_any_more_is_undone_when_idle() -> None:
     assert w.engine.state is State.DOWN and w.host.child.signals == ["TERM"]
 
 
+@pytest.mark.parametrize("then", ["nobody", "chat"])
+def test_it_is_not_started_without_the_card(then: str) -> None:
+    """Whom it was for may leave, and another tenant come, before there is a process that could be told to leave."""
+    w = World()
+    look: Deferred[Any] = Deferred()
+    w.host.foreign = look
+    lease = w.lease()
+    w.ask().addErrback(lambda f: f.trap(CancelledError)).cancel()
+    lease.release()
+    if then == "chat":
+        assert w.arbiter.try_acquire(CHAT) is not None
+        assert w.card.make_room(CHAT) is None
+    look.errback(ConnectionRefusedError())
+    assert w.host.children == [] and w.engine.state is State.DOWN
+    assert w.card.resident == set()
+
+
+def test_it_is_started_for_the_next_one_that_waits() -> None:
+    w = World()
+    look: Deferred[Any] = Deferred()
+    w.host.foreign = look
+    lease = w.lease()
+    w.ask().addErrback(lambda f: f.trap(CancelledError)).cancel()
+    lease.release()
+    results = result_of(w.ask())
+    w.host.foreign = None
+    look.errback(ConnectionRefusedError())
+    w.pass_time(11.0)
+    assert results == [None] and w.engine.is_up
+
+
 def test_looks_are_many_at_first_and_then_few() -> None:
     w = World(load=600.0)
-    w.engine.ensure_up()
+    w.ask()
     w.pass_time(1.0)
     assert 6 < len(w.host.http.calls) < 15
     w.pass_time(599.5)
@@ -87,7 +119,7 @@ def test_looks_are_many_at_first_and_then_few() -> None:
 
 def test_a_crash_while_it_loads() -> None:
     w = World()
-    results = result_of(w.engine.ensure_up())
+    results = result_of(w.ask())
     w.host.child.lines = ["loading", "out of memory"]
     w.pass_time(3.0)
     w.host.child.exit(ExitStatus(code=1))
@@ -100,12 +132,12 @@ def test_a_crash_while_it_loads() -> None:
     assert w.engine.state is State.DOWN and w.card.resident == set() and w.card.degraded == ()
     assert w.engine.snapshot()["last_exit"] == "exit code 1"
     # The first failure is forgiven.
-    assert result_of(w.engine.ensure_up()) == [] and len(w.host.children) == 2
+    assert result_of(w.ask()) == [] and len(w.host.children) == 2
 
 
 def test_it_does_not_listen_in_time() -> None:
     w = World(load=None, load_wait=60.0)
-    results = result_of(w.engine.ensure_up())
+    results = result_of(w.ask())
     w.host.child.lines = ["loading"]
     w.pass_time(59.9)
     assert results == []
@@ -116,7 +148,7 @@ def test_it_does_not_listen_in_time() -> None:
     assert w.host.child.signals == ["TERM"] and w.engine.state is State.STOPPING
     # Whoever asks now waits for the end of that one, and then for the next.
     w.host.load = 1.0
-    again = result_of(w.engine.ensure_up())
+    again = result_of(w.ask())
     w.pass_time(2.0)
     assert again == [None] and len(w.host.children) == 2
 
@@ -124,7 +156,7 @@ def test_it_does_not_listen_in_time() -> None:
 def test_a_look_that_hangs_does_not_outlast_the_time_to_load() -> None:
     w = World(load_wait=12.0)
     w.host.on_launch = lambda child: setattr(w.host, "foreign", Deferred())
-    results = result_of(w.engine.ensure_up())
+    results = result_of(w.ask())
     w.pass_time(11.5)
     assert results == []
     w.pass_time(1.0)
@@ -135,7 +167,7 @@ def test_a_look_that_hangs_does_not_outlast_the_time_to_load() -> None:
 def test_any_answer_shows_that_it_listens(answer: Any) -> None:
     w = World(load=None)
     w.host.on_launch = lambda child: setattr(w.host, "foreign", answer)
-    results = result_of(w.engine.ensure_up())
+    results = result_of(w.ask())
     w.pass_time(0.1)
     assert results == [None]
 
@@ -143,7 +175,7 @@ def test_any_answer_shows_that_it_listens(answer: Any) -> None:
 def test_one_that_listens_before_it_has_loaded_says_so() -> None:
     w = World(load=None)
     w.host.on_launch = lambda child: setattr(w.host, "foreign", Response(503, b""))
-    results = result_of(w.engine.ensure_up())
+    results = result_of(w.ask())
     w.pass_time(5.0)
     assert results == []
     w.host.foreign = {"data": []}
@@ -154,7 +186,7 @@ def test_one_that_listens_before_it_has_loaded_says_so() -> None:
 def test_a_program_that_cannot_be_started() -> None:
     w = World()
     w.host.error = OSError(28, "No space left on device")
-    failed = error(result_of(w.engine.ensure_up()))
+    failed = error(result_of(w.ask()))
     assert str(failed) == "sd-server can't be started: No space left on device"
     assert isinstance(failed, LoadFailed) and failed.status == 502
     assert w.engine.state is State.DOWN and w.card.resident == set()
@@ -166,13 +198,13 @@ def test_an_error_of_ours_is_no_end_of_it() -> None:
     events: list[Any] = []
     globalLogPublisher.addObserver(events.append)
     try:
-        failed = error(result_of(w.engine.ensure_up()))
+        failed = error(result_of(w.ask()))
     finally:
         globalLogPublisher.removeObserver(events.append)
     assert isinstance(failed, LoadFailed)
     assert any("log_failure" in event for event in events)
     w.host.error = None
-    results = result_of(w.engine.ensure_up())
+    results = result_of(w.ask())
     w.pass_time(11.0)
     assert results == [None]
 
@@ -185,16 +217,16 @@ def test_somebody_elses_server_is_told_and_never_used(answer: Any) -> None:
     found = {55557: [Listener(77, "sd-server")]}
     w = World(listeners=lambda port, leader: found.get(port, []))
     w.host.foreign = answer
-    failed = error(result_of(w.engine.ensure_up()))
+    failed = error(result_of(w.ask()))
     assert isinstance(failed, LoadFailed) and failed.status == 502
     assert "127.0.0.1:55557" in str(failed) and "sd-server (pid 77) listens there" in str(failed)
     assert w.host.children == [] and w.card.resident == set()
     # It was no failure of sd-server's: as soon as the place is free it is started.
     for _ in range(5):
-        assert isinstance(error(result_of(w.engine.ensure_up())), LoadFailed)
+        assert isinstance(error(result_of(w.ask())), LoadFailed)
     w.host.foreign = None
     found.clear()
-    results = result_of(w.engine.ensure_up())
+    results = result_of(w.ask())
     w.pass_time(11.0)
     assert results == [None]
 
@@ -202,7 +234,7 @@ def test_somebody_elses_server_is_told_and_never_used(answer: Any) -> None:
 def test_something_that_hangs_in_its_place() -> None:
     w = World()
     w.host.foreign = Deferred()
-    results = result_of(w.engine.ensure_up())
+    results = result_of(w.ask())
     w.pass_time(6.0)
     assert "something listens there" in str(error(results)) and w.host.children == []
 
@@ -215,7 +247,7 @@ def test_one_that_took_its_place_while_it_loaded_is_never_used() -> None:
         return [Listener(1, "intruder")]
 
     w = World(load=5.0, listeners=listeners)
-    results = result_of(w.engine.ensure_up())
+    results = result_of(w.ask())
     w.pass_time(6.0)
     assert asked == [(55557, PIDS)]
     assert "intruder (pid 1) listens there" in str(error(results))
@@ -262,7 +294,7 @@ def test_it_is_started_again_only_when_the_group_of_the_one_before_is_gone() -> 
     w.up()
     w.lease()
     w.host.child.exit(SEGV)
-    results = result_of(w.engine.ensure_up())
+    results = result_of(w.ask())
     assert len(w.host.children) == 1
     w.pass_time(2.0)
     assert results == [None] and len(w.host.children) == 2
@@ -270,7 +302,7 @@ def test_it_is_started_again_only_when_the_group_of_the_one_before_is_gone() -> 
 
 def crash(w: World) -> Any:
     """A start that ends in a crash, and what came of asking for it."""
-    results = result_of(w.engine.ensure_up())
+    results = result_of(w.ask())
     w.pass_time(0.5)
     if not results:
         w.host.child.exit(ExitStatus(code=1))
@@ -284,7 +316,7 @@ def test_crash_loops_back_off() -> None:
         assert isinstance(crash(w), LoadFailed)
         assert w.engine.snapshot()["retry_in"] == pytest.approx(pause, abs=0.2)
         if pause:
-            cooling = error(result_of(w.engine.ensure_up()))
+            cooling = error(result_of(w.ask()))
             assert isinstance(cooling, Cooling) and cooling.seconds == pytest.approx(pause, abs=0.2)
             assert "exit code 1" in str(cooling)
             w.pass_time(cooling.seconds + 0.01)
@@ -380,7 +412,7 @@ def test_one_that_cannot_even_be_killed_delays_others_for_a_while_only() -> None
 def test_it_leaves_while_it_loads() -> None:
     w = World(load=100.0)
     lease = w.lease()
-    w.engine.ensure_up().addErrback(lambda f: None).cancel()
+    w.ask().addErrback(lambda f: None).cancel()
     lease.release()
     w.pass_time(50.0)
     talk = result_of(ensureDeferred(w.talk()))
@@ -392,13 +424,13 @@ def test_it_leaves_while_it_loads() -> None:
 
 def test_who_waits_for_a_start_that_is_given_up_is_told() -> None:
     w = World(load=100.0)
-    results = result_of(w.engine.ensure_up())
+    results = result_of(w.ask())
     w.pass_time(5.0)
     assert result_of(w.engine.evict()) == []
     failed = error(results)
     assert isinstance(failed, LoadFailed) and failed.status == 503
     # And so is who waits for the end of the one before.
-    results = result_of(w.engine.ensure_up())
+    results = result_of(w.ask())
     assert w.engine.state is State.STOPPING and results == []
     w.engine.evict()
     assert error(results).status == 503
@@ -410,7 +442,7 @@ def test_it_leaves_before_it_is_started() -> None:
     w = World()
     look: Deferred[Any] = Deferred()
     w.host.foreign = look
-    results = result_of(w.engine.ensure_up())
+    results = result_of(w.ask())
     assert w.engine.state is State.LOADING and not w.engine.exists
     assert result_of(w.engine.evict()) == [Eviction.CONFIRMED]
     assert error(results).status == 503 and w.host.children == []
@@ -836,12 +868,12 @@ def test_the_stop_waits_until_nothing_is_left() -> None:
     w.pass_time(0.3)
     assert results == [None] and w.host.child.signals == ["TERM", "KILL"]
     assert w.clock.getDelayedCalls() == []
-    assert error(result_of(w.engine.ensure_up())).status == 503
+    assert error(result_of(w.ask())).status == 503
 
 
 def test_the_stop_of_one_that_loads() -> None:
     w = World(load=100.0)
-    waiting = result_of(w.engine.ensure_up())
+    waiting = result_of(w.ask())
     w.pass_time(5.0)
     results = result_of(w.engine.stop())
     assert error(waiting).status == 503
@@ -901,7 +933,7 @@ def test_the_snapshot() -> None:
         "job": None,
         "past_jobs": [],
     }
-    w.engine.ensure_up()
+    w.ask()
     w.pass_time(5.0)
     snapshot = w.engine.snapshot()
     assert (snapshot["state"], snapshot["pid"], snapshot["loading_for"]) == ("loading", PIDS, 5.0)

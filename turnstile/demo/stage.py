@@ -9,8 +9,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import treq
+from twisted.internet.defer import Deferred
 from twisted.web.client import Agent, HTTPConnectionPool
 
+from turnstile import exitcode
 from turnstile.config import Config, Upstream
 from turnstile.demo.clients import (
     Chats,
@@ -92,6 +94,9 @@ class Stage:
         self.service.privilegedStartService()
         self.service.startService()
         await self.service.ready
+        if exitcode.get_failure():
+            # The reason was told, and the reactor is about to stop.
+            await Deferred()
 
     def _settings(self, name: str) -> dict[str, Any]:
         listen = f"tcp:{self._ports.get(name, 0)}:interface=127.0.0.1"

@@ -44,8 +44,8 @@ class State(enum.Enum):
 class Owner(Protocol):
     """Who is told of the process's life."""
 
-    def starting(self) -> None:
-        """A process is about to be there."""
+    def starting(self) -> bool:
+        """A process is about to be there; false: it may not, since whom it was for is gone."""
         ...
 
     def listening(self) -> None:
@@ -189,7 +189,8 @@ class SdProcess:
             # The one before is on its way out; what it holds is not free until then.
             yield self.child.when_gone()
         yield self.check_port(LOOK_TIMEOUT)
-        self._owner.starting()
+        if not self._owner.starting():
+            raise LoadFailed("sd-server is not started: nobody waits for it any more", status=503)
         self._began = self._clock.seconds()
         try:
             child = self._launch()

@@ -263,9 +263,12 @@ class SdEngine:
 
     # -- what the process tells ------------------------------------------------------------------------------------
 
-    def starting(self) -> None:
-        """It will take memory from now on."""
+    def starting(self) -> bool:
+        """It will take memory from now on. Without the card it may not: its clients may have left since they asked."""
+        if self._arbiter.tenant != self.tenant:
+            return False
         self._card.mark_resident(self.tenant.name)
+        return True
 
     def listening(self) -> None:
         """It is there; whom it was started for may have left."""

@@ -93,6 +93,8 @@ class Exchange:
         self.body_done = False
         self.task: Deferred[None] | None = None
         self.extra_headers: list[tuple[bytes, bytes]] = []
+        #: Whether the answer is chunked although its length is known.
+        self.always_chunked = False
         self.expects_continue = False
         self.cut_upload_after: int | None = None
         self.cut_rst = True
@@ -209,17 +211,19 @@ class Exchange:
         if content_type is not None:
             lines.append((b"Content-Type", content_type))
         self._bodyless = self.method == "HEAD" or status in (204, 304) or status < 200
-        if length is not None and status not in (204, 304):
+        if self.always_chunked and self._bodyless:
+            lines.append((b"Transfer-Encoding", b"chunked"))
+        elif length is not None and status not in (204, 304) and not self.always_chunked:
             lines.append((b"Content-Length", b"%d" % length))
-        elif length is None and not self._bodyless:
+        elif not self._bodyless:
             if self.version == b"HTTP/1.1":
                 self._chunked = True
                 lines.append((b"Transfer-Encoding", b"chunked"))
             else:
                 close = True
-        if close or not self.connection.keep_alive:
+        if close or (status >= 400 and self.connection.server.closes_on_errors):
             self.connection.keep_alive = False
-            lines.append((b"Connection", b"close"))
+        lines += self.connection.server.connection_headers(self.connection.keep_alive)
         try:
             reason = HTTPStatus(status).phrase.encode()
         except ValueError:

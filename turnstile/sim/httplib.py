@@ -1,8 +1,9 @@
 """What the two servers built on cpp-httplib have in common: llama.cpp's and stable-diffusion.cpp's.
 
 Facts [src]: percent signs in the path are decoded before routes are looked up; HEAD is routed as
-GET; a known path with another method is simply not found; an idle connection is closed after 5 s
-and one that carried 100 requests with its answer; a browser's preflight is answered for any path.
+GET; a known path with another method is simply not found; an idle connection is closed after 5 s,
+one that carried 100 requests with its answer, and any with an answer of 400 or above [seen]; a
+browser's preflight is answered for any path.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from .exchange import Exchange, HttpError
 from .server import EngineSim
 
 JSON = b"application/json"
+KEEP_ALIVE = (b"Keep-Alive", b"timeout=5, max=100")
 JSON_UTF8 = b"application/json; charset=utf-8"
 
 Route = Callable[[Exchange], Awaitable[None]]
@@ -30,8 +32,10 @@ class HttplibSim(EngineSim):
 
     keep_alive_timeout: float | None = 5.0
     keep_alive_max: int | None = 100
+    closes_on_errors = True
     #: Status of the answer to a preflight.
     preflight_status = 204
+    preflight_type: bytes | None = None
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -41,7 +45,7 @@ class HttplibSim(EngineSim):
         exchange.extra_headers.extend(self.cors(exchange))
         if exchange.method == "OPTIONS":
             await exchange.body()
-            exchange.reply(self.preflight_status, b"", None)
+            exchange.reply(self.preflight_status, b"", self.preflight_type)
             return
         if await self.refused(exchange):
             return
@@ -53,7 +57,10 @@ class HttplibSim(EngineSim):
         await route(exchange)
 
     def standard_headers(self) -> list[tuple[bytes, bytes]]:
-        return [(b"Keep-Alive", b"timeout=5, max=100")]
+        return []
+
+    def connection_headers(self, kept: bool) -> list[tuple[bytes, bytes]]:
+        return [KEEP_ALIVE] if kept else super().connection_headers(kept)
 
     def cors(self, exchange: Exchange) -> list[tuple[bytes, bytes]]:
         """The headers that let a page of another origin in."""

@@ -11,7 +11,7 @@ from twisted.internet.defer import CancelledError, Deferred
 
 from .card import Card
 from .exchange import Exchange, HttpError
-from .httplib import JSON_UTF8, Route, compact
+from .httplib import JSON_UTF8, KEEP_ALIVE, Route, compact
 from .llama_formats import (
     METRICS,
     ROUTER_PROPS,
@@ -29,6 +29,7 @@ from .llama_streams import ChildDied, Kept, Streams
 from .ollama_formats import Format, Messages, Responses, text_of, word
 from .ollama_runner import ModelSpec
 
+NOT_BUFFERED = (b"X-Accel-Buffering", b"no")
 LOST = b"proxy error: Failed to read connection"
 NOT_THERE = b"proxy error: Could not establish connection"
 PAGE = b"<!doctype html><title>llama.cpp</title><p>simulated llama-server</p>\n"
@@ -44,10 +45,12 @@ class LlamaSim(Router):
 
     ``token_rate`` is tokens a second, ``prompt_time`` what comes before the first of them.
     ``unknown_routes_load``: a POST to a path that is not known here has its model loaded before it
-    is not found, as routes do that newer versions have.  Everything else: see `Router`.
+    is not found.  The real one does not, but has new routes with every version, and these do.
+    Everything else: see `Router`.
     """
 
     preflight_status = 200
+    preflight_type = b"text/html"
 
     def __init__(
         self,
@@ -123,7 +126,7 @@ class LlamaSim(Router):
             "/v1/audio/transcriptions": partial(self._say, {"text": "one tenant at a time"}),
             "/audio/transcriptions": partial(self._say, {"text": "one tenant at a time"}),
             "/props": partial(self._unsupported, "changing global properties", "--props"),
-            "/infill": partial(self._unsupported, "infill", "a model for code"),
+            "/infill": partial(self._unsupported, "infill", "--fim"),
             "/rerank": partial(self._unsupported, "reranking", "--reranking"),
             "/reranking": partial(self._unsupported, "reranking", "--reranking"),
             "/v1/rerank": partial(self._unsupported, "reranking", "--reranking"),
@@ -137,11 +140,10 @@ class LlamaSim(Router):
     # -- before the routes
 
     def standard_headers(self) -> list[tuple[bytes, bytes]]:
-        return [*super().standard_headers(), (b"Server", b"llama.cpp")]
+        return [(b"Server", b"llama.cpp")]
 
     def cors(self, exchange: Exchange) -> list[tuple[bytes, bytes]]:
-        origin = exchange.header(b"origin")
-        allow = [] if origin is None else [(b"Access-Control-Allow-Origin", origin)]
+        allow = [(b"Access-Control-Allow-Origin", exchange.header(b"origin") or b"")]
         if exchange.method == "OPTIONS":
             allow += [
                 (b"Access-Control-Allow-Credentials", b"true"),
@@ -249,8 +251,18 @@ class LlamaSim(Router):
         if task:
             child.tasks += 1
             child.disarm()
+        if self.single is None:
+            # The router passes the child's answer on as a stream, and what that says of its own
+            # connection with it [seen].
+            exchange.always_chunked = True
+            exchange.connection.keep_alive = False
+            exchange.extra_headers += [NOT_BUFFERED, KEEP_ALIVE]
         try:
             await action(exchange, instance, child, asked)
+        except HttpError:
+            if KEEP_ALIVE in exchange.extra_headers:
+                exchange.extra_headers.remove(KEEP_ALIVE)
+            raise
         except ChildDied:
             if not exchange.started:
                 exchange.reply(500, LOST, JSON_UTF8)
@@ -268,7 +280,7 @@ class LlamaSim(Router):
         name = parse(await exchange.body()).get("model")
         instance = self.instances.get(name) if isinstance(name, str) else None
         if instance is None:
-            raise llama_error("model is not found", "not_found_error")
+            raise self.not_found()
         if instance.running:
             raise llama_error("model is already running")
         await self.make_place(instance.spec.name)
@@ -302,6 +314,8 @@ class LlamaSim(Router):
 
     async def _remove(self, exchange: Exchange) -> None:
         name = exchange.query.get("model", "")
+        if not name:
+            raise llama_error("model must be a non-empty string")
         if name not in self.instances:
             raise llama_error(f"model name={name} is not found", "server_error")
         if self.instances[name].running:
@@ -351,6 +365,9 @@ class LlamaSim(Router):
             "owned_by": "llamacpp",
             "created": int(self.clock.seconds()),
             "status": status,
+            "architecture": {"input_modalities": ["text"], "output_modalities": ["text"]},
+            "source": "preset",
+            "can_remove": False,
         }
         if instance.running and instance.status != "loading":
             entry["meta"] = {"vocab_type": 2, "n_vocab": 32000, "size": instance.spec.disk}
@@ -445,7 +462,7 @@ class LlamaSim(Router):
             needed = {Messages: "messages", LlamaChat: "messages", Responses: "input"}
             key = needed.get(kind, "prompt")
             if key not in asked:
-                raise llama_error(f'"{key}" is required')
+                raise llama_error(f"'{key}' is required")
             shape = kind(instance.spec.name, self.clock.seconds(), self.requests_seen)
             tokens = count_tokens(asked, instance.spec.tokens)
             stream = bool(asked.get("stream", False))
@@ -484,7 +501,8 @@ class LlamaSim(Router):
             sink.json(shape.whole(tokens))
             return
         await self.compute(child, self.prompt_time)
-        sink.start(200, content_type=b"text/event-stream")
+        more = [] if self.single is None else [NOT_BUFFERED]
+        sink.start(200, more, content_type=b"text/event-stream")
         sink.write(shape.opening())
         for index in range(tokens):
             sink.write(shape.piece(index, word(index)))
@@ -526,17 +544,23 @@ class LlamaSim(Router):
     # -- streams that outlive their connection
 
     async def _stream_get(self, exchange: Exchange) -> None:
-        kept = self.streams.kept.get(exchange.query.get("conv_id", ""))
+        name = exchange.query.get("conv_id", "")
+        if not name:
+            raise llama_error("Missing conversation id in path")
+        kept = self.streams.kept.get(name)
         if kept is None:
-            raise llama_error("Stream not found or expired", "not_found_error")
+            raise self.not_found()
         await kept.follow(exchange, int(exchange.query.get("from", "0") or 0))
 
     async def _stream_delete(self, exchange: Exchange) -> None:
         self.streams.cancel(exchange.query.get("conv_id", ""))
-        exchange.reply(204, b"", None)
+        exchange.reply(204, b"", b"application/json")
 
     async def _stream_lookup(self, exchange: Exchange) -> None:
-        asked = parse(await exchange.body()).get("conversation_ids")
+        try:
+            asked = parse(await exchange.body()).get("conversation_ids")
+        except HttpError:
+            asked = None
         names = asked if isinstance(asked, list) else []
         exchange.json(self.streams.listed([name for name in names if isinstance(name, str)]))
 

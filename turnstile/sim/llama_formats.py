@@ -31,11 +31,13 @@ def parse(body: bytes) -> dict[str, Any]:
     """A request's JSON object; names count as they are spelled."""
     try:
         value = json.loads(body)
-    except ValueError as error:
-        raise llama_error(f"[json.exception.parse_error.101] parse error: {error}") from None
-    if not isinstance(value, dict):
-        raise llama_error("[json.exception.type_error.306] cannot use value() with array")
-    return value
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        text = f"[json.exception.parse_error.101] parse error at {where}: {error.msg}"
+        raise llama_error(text) from None
+    except UnicodeDecodeError:
+        raise llama_error("[json.exception.parse_error.101] parse error: invalid UTF-8") from None
+    return value if isinstance(value, dict) else {}
 
 
 def count_tokens(asked: dict[str, Any], default: int) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 from twisted.internet.defer import Deferred
 
-from .exchange import Exchange
+from .exchange import Exchange, Headers
 from .httplib import JSON_UTF8, compact
 from .ollama_runner import wake
 
@@ -35,7 +35,7 @@ class Kept:
 
     # -- as the completion sees it
 
-    def start(self, status: int, *, content_type: bytes) -> None:
+    def start(self, status: int, headers: Headers = (), *, content_type: bytes) -> None:
         self.status, self.content_type, self.started = status, content_type, True
         wake(self._waiters)
 

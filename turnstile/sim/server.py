@@ -53,13 +53,15 @@ class EngineSim:
 
     Durations are simulated seconds; one takes ``1 / speed`` real ones.  ``keep_alive_timeout`` is
     how many *real* seconds an idle connection is kept (None: for ever), since clients that reuse
-    connections count real ones; ``keep_alive_max`` is how many requests one connection may carry.
+    connections count real ones; ``keep_alive_max`` is how many requests one connection may carry,
+    ``closes_on_errors`` whether an answer of 400 and above is the last on its connection.
     """
 
     owner = "engine"
     eager_continue = False
     keep_alive_timeout: float | None = None
     keep_alive_max: int | None = None
+    closes_on_errors = False
     faults: Faults
 
     def __init__(
@@ -103,6 +105,10 @@ class EngineSim:
     def standard_headers(self) -> list[tuple[bytes, bytes]]:
         """What stands in every answer."""
         return [(b"Date", formatdate(usegmt=True).encode())]
+
+    def connection_headers(self, kept: bool) -> list[tuple[bytes, bytes]]:
+        """What an answer says of its connection."""
+        return [] if kept else [(b"Connection", b"close")]
 
     def sleep(self, seconds: float) -> Deferred[None]:
         """Fire after so many simulated seconds; cancelling leaves nothing behind."""
