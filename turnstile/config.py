@@ -55,7 +55,7 @@ RESERVED = frozenset(
     # the updater
     "AUTO_UPDATE UPDATE_INTERVAL UPDATE_REPO UPDATE_ASSET "
     # GPU-share
-    "STADI_LLM_WEIGHT GPU_SHARE GPU_SHARE_WEIGHT GPU_SHARE_NAME GPU_SHARE_GROUP WEIGHT".split()
+    "STADI_LLM_WEIGHT GPU_SHARE GPU_SHARE_WEIGHT GPU_SHARE_NAME WEIGHT".split()
 )
 #: Of those, what will have no effect later either: turnstile itself has no share, and starts no chat engine that could
 #: be given one.
@@ -484,6 +484,12 @@ class Config:
         Kind(_parse_gpu_key, str, "KEY"),
         "",
         "The card whose GPU-share peers are shown, by the key that they agree on; empty: all cards that have some.",
+    )
+    gpu_share_group: str | None = _setting(
+        "GPU_SHARE_GROUP",
+        _TEXT,
+        "",
+        "With SD_WEIGHT: the system group whose members share the card; empty: the processes of one user.",
     )
     vram_wait: float = _setting(
         "VRAM_WAIT",
