@@ -1,6 +1,6 @@
 """GPU-share in real time: what it promises, measured, beside what happens without it.
 
-    bench/gpushare [--check] [--quick] [--realtime] [--gates cost,1,2,4] [--torch cuda]
+    bench/gpushare [--check] [--quick] [--realtime] [--gates cost,1,2,3,4] [--torch cuda]
 
 The card is simulated (gpushare_card.py), the processes and the time are real. Prints one table a gate with the
 original's published figures for orientation; with ``--check`` it exits 1 if a demand is missed. A busy machine wakes
@@ -37,6 +37,7 @@ from gpushare_card import (
     new_key,
     run_workers,
 )
+from gpushare_pace import gate_3
 
 from turnstile.gpushare import Peer
 from turnstile.gpushare.look import look_at
@@ -355,7 +356,7 @@ def gate_4(report: Report, quick: bool) -> None:
             peer.leave()
 
 
-GATES = {"cost": gate_cost, "1": gate_1, "2": gate_2, "4": gate_4}
+GATES = {"cost": gate_cost, "1": gate_1, "2": gate_2, "3": gate_3, "4": gate_4}
 
 
 def main() -> int:

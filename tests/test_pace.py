@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import pty
@@ -835,15 +836,14 @@ def test_a_program_that_others_stopped_is_theirs_to_continue() -> None:
 def test_it_goes_on_however_often_its_window_changes() -> None:
     with new_key() as card, paced(card) as it:
         with rival(card) as peer:
-            deadline = time.monotonic() + 3.0
-            count = 0
-            while time.monotonic() < deadline:
-                count += 1
-                peer.weight = 1.0 + count % 7
-                time.sleep(0.001)
-            before = [cpu_ticks(pid) for pid in it.pids]
-            peer.weight = 1.0
-            assert all(ticks > 10 for ticks in before)
+            flips = itertools.count(1)
+
+            def flip() -> bool:
+                peer.weight = 1.0 + next(flips) % 7
+                return all(cpu_ticks(pid) > 30 for pid in it.pids)
+
+            until(flip, "it computes meanwhile", 60)
+            assert next(flips) > 100
         it.expect_to_compute()
 
 

@@ -12,6 +12,7 @@ import pytest
 from child_kit import ROOT
 from gpushare_kit import VirtualClock, join, new_key
 
+from turnstile.gpushare import Peer
 from turnstile.gpushare.look import look_at
 from turnstile.gpushare.peers_command import main
 from turnstile.gpushare.report import format_table, look_at_all, to_dict
@@ -121,3 +122,30 @@ def test_watching_goes_on_until_it_is_interrupted() -> None:
         finally:
             process.kill()
             process.communicate()
+
+
+@pytest.mark.parametrize("redirections", ["| head -n 1", ">&-", "2>&- >&-"])
+def test_whatever_becomes_of_its_output(redirections: str) -> None:
+    command = f"'{sys.executable}' -m turnstile.gpushare.peers_command"
+    with new_key() as key, join(key, VirtualClock(), "chat"):
+        watch = " --watch 0.05" if "|" in redirections else ""
+        done = subprocess.run(
+            ["sh", "-c", f"{command} --gpu {key}{watch} {redirections}"],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert done.returncode == 0 and done.stderr == ""
+    assert done.stdout.startswith(f"{key}: ") is ("|" in redirections)
+
+
+def test_letters_that_a_terminal_has_not() -> None:
+    with new_key() as key, Peer.join(key, "\u2603", thread=False):
+        done = subprocess.run(
+            [sys.executable, "-m", "turnstile.gpushare.peers_command", "--gpu", key],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "latin-1"},
+            capture_output=True,
+            timeout=60,
+        )
+    assert done.returncode == 0 and b" ?  " in done.stdout and done.stderr == b""

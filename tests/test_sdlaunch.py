@@ -87,7 +87,11 @@ class Recorder:
 
 @pytest.mark.parametrize(
     ("more", "card"),
-    [({}, "auto"), ({"gpu": "1"}, "1"), ({"gpu": "1", "gpu_key": "pci-0"}, "pci-0")],
+    [
+        ({}, "auto"),
+        ({"gpu": "1"}, "1"),
+        ({"gpu": "1", "gpu_key": "pci-0", "gpu_share_group": "gpu"}, "pci-0"),
+    ],
 )
 def test_one_that_shares_the_card_is_paced(tmp_path: Path, more: Any, card: str) -> None:
     spawner = Recorder()
@@ -102,6 +106,7 @@ def test_one_that_shares_the_card_is_paced(tmp_path: Path, more: Any, card: str)
     command = list(spawner.calls[0][0])
     options = pace_command._parser().parse_args(command[3:])
     assert options.weight == 2.5 and options.gpu == card
+    assert options.group == more.get("gpu_share_group")
     assert options.watched and options.on_death == "kill"
     assert options.program == ["--", "sd-server", "-m", "a b", "--listen-port", "5"]
 

@@ -54,7 +54,7 @@ FILE_VARIABLE = "GPU_TURNSTILE_CONFIG"
 #: Keys that have no effect: turnstile itself has no share, and starts no chat engine that could be given one. A file
 #: that has them starts, with a notice.
 RESERVED = frozenset(
-    "STADI_LLM_WEIGHT GPU_SHARE GPU_SHARE_WEIGHT GPU_SHARE_NAME GPU_SHARE_GROUP WEIGHT".split()
+    "STADI_LLM_WEIGHT GPU_SHARE GPU_SHARE_WEIGHT GPU_SHARE_NAME WEIGHT".split()
 )
 #: Of those, names so common that their presence in the environment means nothing.
 _COMMON_NAMES = frozenset({"WEIGHT"})
@@ -481,6 +481,12 @@ class Config:
         Kind(_parse_gpu_key, str, "KEY"),
         "",
         "The card whose GPU-share peers are shown, by the key that they agree on; empty: all cards that have some.",
+    )
+    gpu_share_group: str | None = _setting(
+        "GPU_SHARE_GROUP",
+        _TEXT,
+        "",
+        "With SD_WEIGHT: the system group whose members share the card; empty: the processes of one user.",
     )
     vram_wait: float = _setting(
         "VRAM_WAIT",

@@ -39,7 +39,7 @@ FIXED = frozenset(
     # how the card's memory is looked at
     "vram_probe vram_probe_command gpu free_gib "
     # time division
-    "gpu_key sd_weight".split()
+    "gpu_key gpu_share_group sd_weight".split()
 )
 
 

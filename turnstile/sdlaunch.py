@@ -121,6 +121,7 @@ def make_launch(
                 program,
                 weight=config.sd_weight,
                 gpu=pace_gpu(config),
+                group=config.gpu_share_group,
                 on_death=Mode.KILL,
                 # Its session, as of any child of ours, is ended with us.
                 watched=True,

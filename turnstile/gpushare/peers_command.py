@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import signal
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -49,9 +49,9 @@ def _seconds(text: str) -> float:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; 1 if a registry could not be read, 2 if it is not clear which card is meant."""
     options = _parser().parse_args(arguments)
-    # What reads our output may end first.
-    with contextlib.suppress(AttributeError, ValueError):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    # A name may have letters that the terminal's encoding has not.
+    with contextlib.suppress(AttributeError):
+        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
         while True:
             status = _show(options)
@@ -61,6 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except GpuShareError as error:
         print(f"turnstile-peers: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        # What reads our output has ended. So that nothing is written to it at exit either:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 0
     except KeyboardInterrupt:
         return 0
 
@@ -72,10 +76,9 @@ def _show(options: argparse.Namespace) -> int:
     else:
         text = "\n\n".join(map(format_table, snapshots)) or "nobody shares a card here"
         text += "\n"
-        if options.watch is not None and sys.stdout.isatty():
+        if options.watch is not None and sys.stdout and sys.stdout.isatty():
             text = _CLEAR + text
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    print(text, end="", flush=True)
     for problem in problems:
         print(f"turnstile-peers: {problem}", file=sys.stderr)
     return 1 if problems else 0
