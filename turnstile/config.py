@@ -53,9 +53,7 @@ FILE_VARIABLE = "GPU_TURNSTILE_CONFIG"
 
 #: Keys that have no effect: turnstile itself has no share, and starts no chat engine that could be given one. A file
 #: that has them starts, with a notice.
-RESERVED = frozenset(
-    "STADI_LLM_WEIGHT GPU_SHARE GPU_SHARE_WEIGHT GPU_SHARE_NAME WEIGHT".split()
-)
+RESERVED = frozenset("STADI_LLM_WEIGHT GPU_SHARE GPU_SHARE_WEIGHT GPU_SHARE_NAME WEIGHT".split())
 #: Of those, names so common that their presence in the environment means nothing.
 _COMMON_NAMES = frozenset({"WEIGHT"})
 #: Read from the environment, wherever that is sensible at all.
