@@ -46,7 +46,9 @@ def test_the_metrics_exist() -> None:
     clock = Clock()
     metrics.connect(Arbiter(clock), Card(clock))
     metrics.set_vram(used=1.0, total=2.0)
-    metrics.watch([Shown("sd", {"pid": 1, "starts": 1}), Shown("llamacpp", {"models": {"a": "loaded"}})])
+    metrics.watch(
+        [Shown("sd", {"pid": 1, "starts": 1}), Shown("llamacpp", {"models": {"a": "loaded"}})]
+    )
     known = set()
     for family in metrics.registry.collect():
         known.add(family.name)
