@@ -439,6 +439,18 @@ async def test_a_real_process_that_is_killed_frees_the_card_at_once() -> None:
 
 
 @pytest_twisted.ensureDeferred
+async def test_the_driver_may_take_its_time_with_a_real_process_too() -> None:
+    async with hosted(load_time=0.5, sd_release_delay=20.0) as host, spawned(host) as child:
+        await until(lambda: host.cards.processes and host.cards.processes[0].state == "up")
+        child.kill()
+        await until(lambda: not host.cards.alive)
+        assert host.card.used == 12 * GIB
+        await until(lambda: not host.card.used)
+        (process,) = host.cards.processes
+        assert host.card.history[-1][0] - (process.ended or 0.0) >= 20.0 / SPEED
+
+
+@pytest_twisted.ensureDeferred
 async def test_a_real_process_does_what_it_is_told() -> None:
     async with hosted(load_time=0.5, steps=4) as host:
         host.sd.faults.crash_loading = 1
