@@ -74,7 +74,7 @@ def parse(*arguments, environ=None):
 
 
 def test_every_setting_is_an_option():
-    texts = {"ollama": "http://a", "comfy": "http://b", "llama": "http://d"}
+    texts = {"ollama": "http://a", "comfy": "http://b", "llama": "http://d", "gpu-key": "metal-0"}
     commands = {"llama-stop-command": "x", "llama-start-command": "x", "sd-args": "x"}
     given = [f"--{name}={text}" for name, text in {"ollama": "http://c", **commands}.items()]
     for setting in config.SETTINGS:
