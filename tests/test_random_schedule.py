@@ -162,7 +162,7 @@ def every(count: int) -> Callable[[], bool]:
 def test_an_eviction_that_is_skipped_is_found() -> None:
     def sabotage(system: System) -> None:
         card: Card = system.service.card
-        make_room, due = card.make_room, every(5)
+        make_room, due = card.make_room, every(3)
 
         def forgetful(tenant: Tenant) -> Deferred[None] | None:
             skipped = card.resident - {tenant.name} and due()
