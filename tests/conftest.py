@@ -2,6 +2,7 @@
 
 import faulthandler
 import os
+import signal
 import sys
 
 import pytest
@@ -15,6 +16,12 @@ HANG_LIMIT = 120.0
 
 
 def pytest_configure(config):
+    # A shell starts what runs in the background with these ignored, and children would inherit that.
+    for number in (signal.SIGINT, signal.SIGQUIT):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(
+                number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            )
     config.hang_report = os.fdopen(os.dup(sys.__stderr__.fileno()), "w")
 
 

@@ -412,7 +412,7 @@ def test_startup_lines_at_any_level():
         for line in page.lines
     )
     assert len(page.lines) == 2 + len(config.describe())
-    assert f"WARN  environment variable {reserved} has no effect yet" in page.lines[-1]
+    assert f"WARN  environment variable {reserved} has no effect" in page.lines[-1]
 
 
 # -- files

@@ -16,6 +16,7 @@ from turnstile.proxy.http1 import RequestHead
 from turnstile.proxy.resource import EngineResource
 from turnstile.proxy.retry import RetryPolicy
 from turnstile.proxy.site import ProxySite
+from turnstile.proxy.sockets import socket_loop
 from turnstile.proxy.upstream import UpstreamPool
 
 GATED = b"POST /gated HTTP/1.1\r\nHost: h\r\nContent-Length: 3\r\n\r\nabc"
@@ -155,7 +156,8 @@ async def test_two_engines_behind_one_port() -> None:
         other, other_policy = RawUpstream(), FakePolicy()
         await other.listen()
         where = Upstream.parse(f"http://127.0.0.1:{other.number}")
-        pool = UpstreamPool(Clocked(p.clock), where, timeout=5.0)
+        sockets = socket_loop(reactor)
+        pool = UpstreamPool(Clocked(p.clock, sockets), where, timeout=5.0)
         second = EngineResource(
             pool, other_policy, reactor=p.clock, retry=RetryPolicy(), observer=other_policy
         )
@@ -169,6 +171,7 @@ async def test_two_engines_behind_one_port() -> None:
         )
         p.more_ports.append(p.port)
         p.port = await TCP4ServerEndpoint(reactor, 0, interface="127.0.0.1").listen(p.site)
+        sockets.adopt(p.port)
         client = await p.client(b"GET /x HTTP/1.1\r\nHost: h\r\n\r\n")
         (await p.upstream.request()).send(OK)
         await client.until(b"ok")

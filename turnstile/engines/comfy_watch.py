@@ -113,6 +113,7 @@ class Watch:
         self._loop: Deferred[None] | None = None
         self._bell: Deferred[None] | None = None
         self._timer: IDelayedCall | None = None
+        self._stopped = False
         self._rung = False
         self._refused_since: float | None = None
         #: The kind of the latest look's error, so that each is logged once in a row.
@@ -139,6 +140,8 @@ class Watch:
     def stop(self) -> None:
         """End the loop and the socket."""
         self._events.stop()
+        # Whoever waited for the first look may stop us from within it, when there is nothing to cancel.
+        self._stopped = True
         loop, self._loop = self._loop, None
         if loop is not None:
             loop.cancel()
@@ -189,7 +192,7 @@ class Watch:
             self.log.failure("the first look at ComfyUI failed")
         finally:
             first.callback(None)
-        while True:
+        while not self._stopped:
             self._rung = False
             try:
                 self._expire()
