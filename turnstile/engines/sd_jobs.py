@@ -64,6 +64,7 @@ class Job:
 
     :ivar last_sign: when it was last seen to advance.
     :ivar seen: what it looked like then.
+    :ivar queued_at: when sd-server was seen to have it.
     :ivar misses: how often in a row sd-server did not know it.
     """
 
@@ -73,6 +74,7 @@ class Job:
     phase: Phase = Phase.POSTING
     id: str | None = None
     seen: object = None
+    queued_at: float | None = None
     misses: int = 0
     place: int | None = None
 

@@ -68,23 +68,25 @@ class JobWatch:
         headers: list[tuple[bytes, bytes]],
         body: bytes,
         complete: bool,
-    ) -> None:
-        """sd-server answered it."""
+    ) -> bool:
+        """sd-server answered it; false if that came after it was given up, though it has begun a job."""
+        taken = 200 <= status < 300
         job = self._posted(lease)
         if job is None:
-            return
-        if not 200 <= status < 300:
+            return not taken
+        if not taken:
             self.log.info("sd-server refused a job ({status})", status=status)
             self.end(Outcome.REFUSED)
-            return
+            return True
         job.id = find_job_id(headers, body, complete, self.capture_limit)
         if job.id is None:
             self.end(Outcome.UNKNOWN)
-            return
+            return True
         job.phase = Phase.QUEUED
-        job.last_sign = self._clock.seconds()
+        job.last_sign = job.queued_at = self._clock.seconds()
         self.log.info("sd-server's job {job}: queued", job=job.id)
         self._set_timer(SOON)
+        return True
 
     def failed(self, lease: Lease, sent: bool, there: bool) -> None:
         """No answer came.

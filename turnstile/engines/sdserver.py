@@ -7,6 +7,7 @@ generation's back.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -113,6 +114,8 @@ class SdEngine:
         self._stopped = False
         self._hastened = False
         self._listeners: list[JobListener] = []
+        #: When a job was last given up that may go on.
+        self._doubted_at = -math.inf
         self._past: deque[dict[str, Any]] = deque(maxlen=20)
 
     def change_limits(
@@ -350,7 +353,10 @@ class SdEngine:
         :param body: as much of the answer as was kept, without transfer coding.
         :param complete: whether the answer came whole and was kept whole.
         """
-        self._watch.answered(lease, status, headers, body, complete)
+        in_time = self._watch.answered(lease, status, headers, body, complete)
+        if not in_time and self.is_up and not self._stopped:
+            # Another job's end may have been taken for this one's, which only begins.
+            self._open_doubt(JOB_TIMED_OUT)
         if not self.exists:
             # It answered and ended.
             self._watch.end(Outcome.LOST)
@@ -381,23 +387,27 @@ class SdEngine:
             seconds=seconds,
         )
         if self.is_up and not self._stopped:
-            self._doubt(outcome)
+            self._doubt(job, outcome)
         self._past.append({"id": job.id, "outcome": outcome.value, "seconds": round(seconds, 1)})
         self.end_generation(job.lease)
         job.lease.release()
         for listener in self._listeners:
             listener(outcome.value, seconds, job.id, False)
 
-    def _doubt(self, outcome: Outcome) -> None:
-        name = self.tenant.name
+    def _doubt(self, job: Job, outcome: Outcome) -> None:
         if outcome is Outcome.TIMEOUT:
-            self._card.degrade(name, JOB_TIMED_OUT)
+            self._open_doubt(JOB_TIMED_OUT)
         elif outcome is Outcome.UNKNOWN:
-            self._card.degrade(name, UNANSWERED)
+            self._open_doubt(UNANSWERED)
         elif outcome in (Outcome.SUCCESS, Outcome.ERROR):
-            # It does one thing after another, and this one's turn came: what was before is over as well.
-            self._card.restore(name, JOB_TIMED_OUT)
-            self._card.restore(name, UNANSWERED)
+            # It does one thing after another, and this one's turn came: what it had before is over as well.
+            if job.queued_at is not None and job.queued_at >= self._doubted_at:
+                self._card.restore(self.tenant.name, JOB_TIMED_OUT)
+                self._card.restore(self.tenant.name, UNANSWERED)
+
+    def _open_doubt(self, reason: str) -> None:
+        self._doubted_at = self._clock.seconds()
+        self._card.degrade(self.tenant.name, reason)
 
 
 __all__ = [
