@@ -371,7 +371,7 @@ async def submit(s: System, kind: str = "img_gen", steps: int = 4, to: str = "sd
 @pytest_twisted.ensureDeferred
 async def test_a_job_has_the_card_until_it_is_done(kind: str) -> None:
     async with running(ollama=False, comfy=False, llama=True, sd=True, busy_wait=60.0) as s:
-        id_ = await submit(s, kind, 50)
+        id_ = await submit(s, kind, 500)
         process = s.sd_child()
         chat = s.complete()
         await s.until_waiting(llm=1)
