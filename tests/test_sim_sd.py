@@ -458,15 +458,17 @@ async def test_a_real_process_does_what_it_is_told() -> None:
             assert await ended(child) == 1
             assert child.stdout is not None
             assert child.stdout.read().rstrip().endswith("new_sd_ctx_t failed")
+            await until(lambda: not host.cards.alive)
         async with spawned(host, "--exit-in-render") as child:
             await until(lambda: host.cards.alive and host.cards.alive[0].state == "up")
             drawing = start(host.sd_port, "POST", TXT2IMG, asked())
             assert await ended(child) == -signal.SIGABRT
             await drawing
+            await until(lambda: not host.cards.alive)
         async with spawned(host) as child:
             await until(lambda: host.cards.alive and host.cards.alive[0].state == "up")
             remote = host.cards.alive[0]
-            remote.order(fail_render=True)
+            await remote.order(fail_render=True)
             code, _ = await call(host.sd_port, "POST", TXT2IMG, asked())
             assert code == 500
             remote.exit(3)

@@ -62,12 +62,19 @@ class RemoteProcess(LineOnlyReceiver):
         #: Method and target of every request that it got.
         self.requests: list[tuple[str, str]] = []
         self._labels: set[str] = set()
+        self._ordered: list[Deferred[None]] = []
 
     # -- what a test may do
 
-    def order(self, **changes: Any) -> None:
-        """Change its `Orders` while it runs."""
-        self._send(orders=changes)
+    def order(self, **changes: Any) -> Deferred[None]:
+        """Change its `Orders` while it runs; fires when it has heard that, or has ended."""
+        obeyed: Deferred[None] = Deferred()
+        if self.alive:
+            self._ordered.append(obeyed)
+            self._send(orders=changes)
+        else:
+            obeyed.callback(None)
+        return obeyed
 
     def exit(self, status: int) -> None:
         """Have it end by itself."""
@@ -93,6 +100,8 @@ class RemoteProcess(LineOnlyReceiver):
             self.server.arrived(self)
         elif "ask" in message:
             self._send(used=self.server.card.used, total=self.server.card.total_bytes)
+        elif "obeyed" in message:
+            self._ordered.pop(0).callback(None)
         elif "request" in message:
             self.requests.append((message["request"], message["target"]))
         elif "state" in message:
@@ -116,6 +125,8 @@ class RemoteProcess(LineOnlyReceiver):
         self.alive = False
         self.ended = self.server.clock.seconds()
         self.server.departed(self)
+        while self._ordered:
+            self._ordered.pop(0).callback(None)
 
     def free(self) -> None:
         """The driver takes back what it held."""

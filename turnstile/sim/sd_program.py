@@ -179,6 +179,7 @@ class CardLink(LineOnlyReceiver):
             self._program.start(message["options"], message["orders"])
         elif "orders" in message:
             self._program.order(message["orders"])
+            self.send(obeyed=True)
         elif "exit" in message:
             leave(message["exit"])
         elif "oom" in message:
