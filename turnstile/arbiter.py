@@ -400,7 +400,7 @@ class Arbiter:
         else:
             self._run = 0
         heard = self._listeners
-        if before is not tenant and before != tenant and heard[Transition]:
+        if heard[Transition] and (before is None or before != tenant):
             self._emit(Transition(before, tenant, now), Granted(lease, now - asked_at))
         elif heard[Granted]:
             self._emit(Granted(lease, now - asked_at))
@@ -415,10 +415,14 @@ class Arbiter:
             if lease.tenant.kind is Kind.EXCLUSIVE and not self._shared:
                 self._run = 0
         heard = self._listeners
-        if idle and heard[Transition]:
-            self._emit(Released(lease, now - lease.granted_at), Transition(lease.tenant, None, now))
-        elif heard[Released]:
-            self._emit(Released(lease, now - lease.granted_at))
+        if heard[Released]:
+            released = Released(lease, now - lease.granted_at)
+            if idle:
+                self._emit(released, Transition(lease.tenant, None, now))
+            else:
+                self._emit(released)
+        elif idle and heard[Transition]:
+            self._emit(Transition(lease.tenant, None, now))
         if self._shared or self._exclusive:
             self._pump()
 
