@@ -27,8 +27,9 @@ _LAUNCHER = """
 import os, sys
 given = [int(fd) for fd in os.environ.pop("TEST_FDS", "").split(",") if fd]
 high = []
+free = max([100, *given]) + 1
 for fd in given:
-    high.append(os.dup2(fd, 100 + len(high)))
+    high.append(os.dup2(fd, free + len(high)))
 for fd in given:
     os.close(fd)
 for index, fd in enumerate(high):
